@@ -13,12 +13,28 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.workloads import WARM_UPS, Workload
+from covey.runtime.waiting import BRIEFLY, CHOSEN, POLICY
+
+WAITING = {
+    "passive": {POLICY: "passive"},
+    "briefly": BRIEFLY,
+    "spinning": {"GOMP_SPINCOUNT": "300000", "KMP_BLOCKTIME": "200"},
+}
+"""Variables that let threads sleep at once, after a moment in a loop as Covey has it, and after milliseconds, as by the
+defaults of the runtimes."""
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 class WorkerFailed(RuntimeError):
     """A worker ended or failed; the message holds the end of its output."""
+
+
+def waiting_variables(library: str, waiting: str | None) -> dict[str, str]:
+    """Variables that decide how threads of a process wait; this one has what importing Covey sets."""
+    if waiting is not None:
+        return {"GOMP_SPINCOUNT": waiting} if waiting.isdigit() else dict(WAITING[waiting])
+    return CHOSEN.given or (BRIEFLY if library == "covey" else {})
 
 
 class Worker:
@@ -29,7 +45,8 @@ class Worker:
         log: file for what it prints.
         threads: that it computes with.
         module: what to run with `python -m`.
-        waiting: "passive" lets OpenMP's threads sleep while they have nothing to do.
+        waiting: of OpenMP's threads that have nothing to do: a name of `WAITING`, or a number of rounds of libgomp's
+            loop; None is the library's own way.
     """
 
     def __init__(
@@ -47,7 +64,9 @@ class Worker:
             "OMP_NUM_THREADS": str(threads),
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
-        } | ({"OMP_WAIT_POLICY": waiting} if waiting else {})
+        }
+        environment = {name: value for name, value in environment.items() if name not in (POLICY, *BRIEFLY)}
+        environment |= waiting_variables(spec["library"], waiting)
         if spec["library"] != "covey":  # importing Covey sets it, as the benchmark does in every process
             environment["THP_MEM_ALLOC_ENABLE"] = "0"
         with log.open("ab") as sink:

@@ -8,6 +8,8 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import covey.runtime.waiting  # noqa: F401  # before torch, whose threads read the variables that it sets
+
 if TYPE_CHECKING:
     from covey.config.distillation import DistillationConfig as DistillationConfig
     from covey.config.grpo import GRPOConfig as GRPOConfig

@@ -3,6 +3,7 @@
 import torch
 
 from covey.cli.main import main
+from covey.runtime.waiting import CHOSEN
 
 
 def test_versions_and_hardware_are_printed(capsys):
@@ -10,3 +11,4 @@ def test_versions_and_hardware_are_printed(capsys):
     facts = dict(line.split(":", 1) for line in capsys.readouterr().out.splitlines())
     assert facts["torch"].strip() == torch.__version__
     assert {"covey", "python", "transformers", "accelerate", "extras", "CPU", "memory", "GPU", "bf16"} <= set(facts)
+    assert facts["threads wait"].strip() == str(CHOSEN)

@@ -14,6 +14,7 @@ from covey.config.algebra import planning_for
 from covey.config.grpo import GRPOConfig
 from covey.config.rloo import RLOOConfig
 from covey.data.sources import Source, Sources, SourceSettings
+from covey.runtime.waiting import CHOSEN
 from covey.sizing.memory import ShardCounts
 from covey.sizing.step_cost import MACHINES
 from tests.support import tiny, tiny_vision
@@ -353,6 +354,35 @@ def test_the_correction_of_the_engine_is_explained():
     assert f"Each token {weighed} (token_truncate); below 0.5 or above 3.0 it counts as the bound." in text
     assert "reads the log-probabilities of the additional pass" in text
     assert weighed not in words(explain(GRPOConfig()))
+
+
+def test_rejection_is_explained_with_its_bounds():
+    rejected = "tokens, is outside of these bounds (geometric_mask_min=0.99, geometric_mask_max=None)"
+    args = GRPOConfig(correct_built_in_engine=True, geometric_mask_min=0.99)
+    assert rejected in words(explain(args)) and "geometric" not in words(explain(GRPOConfig()))
+
+
+def test_it_says_how_threads_wait():
+    assert f"Between two operations threads wait {CHOSEN}." in words(explain(GRPOConfig(use_cpu=True)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        # 2^-20 <= 1e-6 < 2^-19: numbers of bfloat16 in [2^-12, 2^-11) are 2^-19 apart, and half of that is moved
+        (
+            {"model_init_kwargs": {"dtype": "bfloat16"}, "learning_rate": 1e-6},
+            "rounded away from weights of 0.00049 or",
+        ),
+        ({"model_init_kwargs": {"dtype": "float16"}, "learning_rate": 1e-6}, "rounded away from weights of 0.0039 or"),
+        ({"model_init_kwargs": {"dtype": "bfloat16"}, "optim": "adamw_stochastic"}, "no update is lost in the mean"),
+    ],
+)
+def test_weights_in_half_precision_are_explained(settings, said):
+    text = words(explain(GRPOConfig(**settings), model=ModelPlan(tiny.config())))
+    assert said in text
+    plain = words(explain(GRPOConfig(learning_rate=1e-6), model=ModelPlan(tiny.config())))
+    assert "rounded away" not in plain and "lost in the mean" not in plain
 
 
 def test_async_rollouts_are_explained_with_their_age():

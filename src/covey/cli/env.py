@@ -30,6 +30,7 @@ def environment() -> dict[str, str]:
     from covey.config.hardware import multiplies_bf16
     from covey.runtime.packages import versions
     from covey.runtime.process_memory import total_memory
+    from covey.runtime.waiting import CHOSEN
 
     return {
         "covey": __version__,
@@ -37,6 +38,7 @@ def environment() -> dict[str, str]:
         **versions(("torch", "transformers", "accelerate", "datasets")),
         "extras": ", ".join(f"{name} {found}" for name, found in versions(EXTRAS).items()) or "none",
         "CPU": f"{_processor()}, {usable_cores()} cores usable, {torch.get_num_threads()} torch threads",
+        "threads wait": str(CHOSEN),
         "memory": f"{total_memory() / 2**30:.1f} GiB",
         "GPU": _gpus(),
         "bf16": "multiplied by the hardware"

@@ -172,8 +172,12 @@ CHECKED = {
     "teacher-head": Code(MODEL, "the whole vocabulary cannot be compared with this teacher's head"),
     "teacher-layout": Code(MODEL, "a teacher cannot read prompts of its own here"),
     "optimizer-weights": Code(MODEL, "an optimizer holds other weights than those that are trained"),
+    "weights-rounded": Code(MODEL, "updates of weights in half precision are rounded away"),
     "attention-cpu": Code(MODEL, "an attention cannot be trained on a CPU"),
     "callback-event": Code(MODEL, "a method of a callback is never called"),
+    # the machine and the hub
+    "threads-spin": Code(RUNNING, "threads do not sleep where other programs need the cores"),
+    "push-failed": Code(RUNNING, "the hub has not got a checkpoint"),
     # games
     "roles-missing": Code(RUNNING, "rollouts are compared by roles that they do not have"),
     "roles-alone": Code(RUNNING, "no rollout has another one to be compared with"),

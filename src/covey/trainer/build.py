@@ -48,9 +48,10 @@ from covey.rollout.speculation import Speculation
 from covey.rollout.vision import Vision, is_processor
 from covey.runtime.quiet import without_bars
 from covey.runtime.user_code import report, warn
+from covey.runtime.waiting import CHOSEN
 from covey.trainer.batch_scorer import BatchScorer
 from covey.trainer.build_rollouts import RewardPlan, build_rollout_spec, check_reward_sources, reward_plan
-from covey.trainer.checks import MovedWeights, check_model, check_precision
+from covey.trainer.checks import MovedWeights, check_model, check_rounding
 from covey.trainer.demonstrations import Demonstrations, load_demonstrations
 from covey.trainer.distributed.sharding import prepare_frozen, sharding_of, weights_sharded_by, whole_models
 from covey.trainer.engines.build import build_engine
@@ -58,7 +59,7 @@ from covey.trainer.engines.opponents import PastPolicies, build_seats
 from covey.trainer.engines.servers import generation_extras
 from covey.trainer.evaluation.suites import SAMPLING, EvalSuite
 from covey.trainer.integrations.attributes import as_list
-from covey.trainer.integrations.first_step import FirstStep, planned_bytes
+from covey.trainer.integrations.first_step import FirstStep, OtherPrograms, planned_bytes
 from covey.trainer.integrations.hub import PushCompletions
 from covey.trainer.integrations.report import RunReport, changed, provenance
 from covey.trainer.integrations.trackers import OpensSwanLab, check_trackers, guard_trackers
@@ -651,6 +652,8 @@ def add_callbacks(trainer: "OnlineTrainer", given: Sequence[Any]) -> None:
         record = None if trainer.recorder is None else trainer.recorder.folder
         planned = None if trainer.sharding.gradients else planned_bytes(args, trainer.policy)
         trainer.add_callback(FirstStep(planned, args.device, display.tell, record))
+        if CHOSEN.late and args.device.type == "cpu" and torch.get_num_threads() > 1:
+            trainer.add_callback(OtherPrograms(CHOSEN))
     trainer.report = RunReport(trainer)
     trainer.add_callback(trainer.report)
     known = {id(callback) for callback in given} | {callback for callback in given if isinstance(callback, type)}

@@ -81,6 +81,7 @@ def explain(run: ExplainedRun) -> str:
         "Sampling": sections.sampling(run),
         "Memory": figures.memory(run),
         "Operations and communication": figures.communication(run),
+        "Threads": sections.threads(run),
         "Evaluation": evaluation(run),
         **({} if fails else {"Start": start}),
     }

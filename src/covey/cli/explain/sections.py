@@ -11,6 +11,7 @@ from covey.config.objective import BUILT_IN, CLIPPED, OVER_TOKENS
 from covey.config.teachers import OF_THE_POLICY
 from covey.core.distillation import WHOLE_VOCABULARY
 from covey.engines.servers.pool_file import PoolFile
+from covey.runtime.waiting import CHOSEN
 from covey.sizing.memory import ASSUMED_PROMPT_TOKENS
 
 
@@ -424,3 +425,9 @@ def _sglang(run: ExplainedRun) -> Iterator[str]:
     (sglang_sync_timeout). They are always sent whole: SGLang takes no differences."""
     yield f"""If a server fails, it is used again once it is up and has the weights. If all have failed, the run waits
     {args.sglang_server_timeout:g} s for one (sglang_server_timeout) and then ends."""
+
+
+def threads(run: ExplainedRun) -> Iterator[str]:
+    """Waiting of threads, for a run on a CPU."""
+    if run.device == "cpu" and run.cluster is None:
+        yield f"Between two operations threads wait {CHOSEN}."

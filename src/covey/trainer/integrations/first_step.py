@@ -1,8 +1,8 @@
-"""Time and memory of the first optimizer step, in the place of what was planned."""
+"""Time and memory of the first optimizer step, in the place of what was planned; other programs during it."""
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from covey.core.findings import Finding
 from covey.observability.record_files import MEASURED
 from covey.runtime.files import written_whole
 from covey.runtime.process_memory import peak_memory
+from covey.runtime.user_code import report
+from covey.runtime.waiting import CoreUse, Waiting, cores, used_by_others
 from covey.sizing.memory import estimate_of, readable
 
 
@@ -54,3 +57,35 @@ class FirstStep(TrainerCallback):
             found = {"step": state.global_step, "seconds": seconds, "peak_bytes": peak, "planned_bytes": self._planned}
             with written_whole(self._record / MEASURED) as new:
                 new.write_text(json.dumps(found))
+
+
+NEEDED_BY_OTHERS = 0.25  # cores that other programs use, above which threads that do not sleep lose much time
+
+
+def check_waiting(waiting: Waiting, used: float) -> Iterator[Finding]:
+    """A warning of threads that do not sleep, where other programs have used so many of the run's cores."""
+    if waiting.late and used > NEEDED_BY_OTHERS:
+        yield Finding.warning(
+            "threads-spin",
+            f"other programs use {used:.1f} of {len(cores())} cores, and threads of this run wait for each other in a"
+            " loop instead of asleep, since torch was imported before covey: steps may take many times as long.",
+            waiting.advice,
+        )
+
+
+class OtherPrograms(TrainerCallback):
+    """Looks during the first optimizer step for programs that threads which do not sleep would be slowed by."""
+
+    def __init__(self, waiting: Waiting):
+        self._waiting = waiting
+        self._before: CoreUse | None = None
+        self._looked = False
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self._looked:
+            self._before = CoreUse.now()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._before is not None and not self._looked:
+            self._looked = True
+            report(check_waiting(self._waiting, used_by_others(self._before, CoreUse.now())))
