@@ -16,10 +16,14 @@ class FakeHub:
         commits: (kind, id, message, {path: content}) of every commit, in their order.
         refuses: kinds ("model", "dataset") whose commits get an error.
         tokens: every token that was shown.
+        fails: number of the next commits that get an error.
+        open: an event without which no commit begins.
     """
 
     def __init__(self):
-        self.created, self.commits, self.refuses, self.tokens = [], [], set(), set()
+        self.created, self.commits, self.refuses, self.tokens, self.fails = [], [], set(), set(), 0
+        self.open = threading.Event()
+        self.open.set()
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -66,7 +70,8 @@ class FakeHub:
             private = asked.get("private") or asked.get("visibility") == "private"
             self.created.append((kind, name, private))
             return 200, {"url": f"{self.url}/{'datasets/' if kind == 'dataset' else ''}{name}"}
-        if path == "/api/validate-yaml":
+        if path == "/api/validate-yaml":  # the first request of an upload with a card
+            self.open.wait(60)
             return 200, {"errors": [], "warnings": []}
         found = re.fullmatch(r"/api/(model|dataset)s/(.+)/(preupload|commit)/[^/]+", path.split("?")[0])
         if found is None:
@@ -80,6 +85,9 @@ class FakeHub:
                 for one in json.loads(body)["files"]
             ]
             return 200, {"files": files}
+        if self.fails:
+            self.fails -= 1
+            return 403, {"error": "not now"}
         lines = [json.loads(line) for line in body.splitlines() if line.strip()]
         files = {
             line["value"]["path"]: base64.b64decode(line["value"]["content"]) for line in lines if line["key"] == "file"

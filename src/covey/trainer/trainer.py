@@ -254,6 +254,7 @@ class OnlineTrainer(TrainingLoop):
         stateful = ("updates", "rollouts", "behaviour", "credit", "metrics", "finite", "rewards")
         parts: dict[str, Stateful] = {n: getattr(self, n) for n in stateful} | {"failures": self.rollouts.failures}
         self.checkpoints = Checkpointer(run, parts, self.finite.check_weights, described, self.reference)
+        self.pushes = hub.ModelPushes(args)
         alone = self.collectives.size == 1
         self.stop = StopAtStep(
             self.collectives.gather, args.save_strategy != "no", lambda: self.report.farewell(), alone
@@ -352,7 +353,7 @@ class OnlineTrainer(TrainingLoop):
                     self._save_finished(finished, trial)
                 raise
             finally:
-                call_all(self.report.end, self.rollouts.cancel, self.rollouts.close)
+                call_all(self.report.end, self.rollouts.cancel, self.rollouts.close, self.pushes.settle)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -480,9 +481,17 @@ class OnlineTrainer(TrainingLoop):
         if self.checkpoints.staging:
             self.checkpoints.delayed_pushes.append(checkpoint_folder)  # uploaded from its final place
             return
-        if self.args.hub_strategy != "end":
-            self.create_model_card()
-        super()._push_from_checkpoint(checkpoint_folder)
+        if not self.is_world_process_zero() or self.args.hub_strategy == "end":
+            return
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        self.create_model_card()
+        hub.place_model(Path(checkpoint_folder), self.args, self.processing_class)
+        by_steps = self.args.save_strategy == "steps"
+        done = f"step {self.state.global_step}" if by_steps else f"epoch {int(self.state.epoch or 0)}"
+        self.pushes.push(self.hub_model_id or "", Path(checkpoint_folder), f"Training in progress, {done}")
+
+    def _finish_current_push(self) -> None:
+        self.pushes.finish(self.hub_model_id)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model so that `from_pretrained` reads it, however its weights are sharded. Collective."""

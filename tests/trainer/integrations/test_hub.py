@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from transformers import TrainerCallback
 
 from covey import EvalSuite
 from covey.algorithms import ADVANTAGES, LOSS_TYPES
+from covey.core.findings import CheckWarning
 from covey.runtime.files import LOCK
 from covey.trainer.integrations.model_card import hub_id, model_card, shown_settings
 from tests.support import runs, tiny
@@ -59,7 +61,6 @@ def test_the_model_is_pushed_at_every_checkpoint_with_its_card(tmp_path, hub):
     trainer = runs.trainer(tmp_path, parts=parts, hub_always_push=True, **settings, **PUSHED)
     assert hub.created == [("model", "me/small", False)]
     trainer.train()
-    trainer._finish_current_push()
     assert [message for message, _ in files_of(hub)] == ["Training in progress, step 1", "Training in progress, step 2"]
     assert {"model.safetensors", "config.json", "tokenizer.json", "README.md", "training_args.bin"} <= set(
         files_of(hub)[0][1]
@@ -70,6 +71,114 @@ def test_the_model_is_pushed_at_every_checkpoint_with_its_card(tmp_path, hub):
     reward = runs.history(trainer, "eval_sums_reward")[-1]
     assert f"| evaluation sums, reward | {reward:.4g} |" in card and "evaluation sums, pass@1 (95% interval)" in card
     assert all(b"hf_secret" not in content for _, _, _, files in hub.commits for content in files.values())
+
+
+class At(TrainerCallback):
+    """Calls a function when the checkpoint of a step is complete, before it is uploaded."""
+
+    def __init__(self, step, call):
+        self.step, self.call = step, call
+
+    def on_push_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.call()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self.step is None:
+            self.call()
+
+
+def pushed_codes(recorded):
+    found = [one.message.finding for one in recorded if isinstance(one.message, CheckWarning)]
+    return [one.evidence.split(" was")[0] for one in found if one.code == "push-failed"]
+
+
+def saved_weights(folder, step):
+    return (folder / f"checkpoint-{step}" / "model.safetensors").read_bytes()
+
+
+def pushed_weights(hub, path="model.safetensors"):
+    return [files[path] for _, _, _, files in hub.commits if path in files]
+
+
+def test_a_late_upload_has_the_files_of_its_own_checkpoint(tmp_path, hub):
+    """The first upload begins when the second checkpoint is there, as under load."""
+    hub.open.clear()
+    parts = {"callbacks": [At(2, hub.open.set)]}
+    runs.trainer(tmp_path, parts=parts, hub_always_push=True, **PUSHED).train()
+    assert [message for message, _ in files_of(hub)] == ["Training in progress, step 1", "Training in progress, step 2"]
+    assert pushed_weights(hub) == [saved_weights(tmp_path, 1), saved_weights(tmp_path, 2)]
+    assert not (tmp_path / "_hub").exists()
+
+
+def test_the_last_checkpoint_is_pushed_though_another_is_under_way(tmp_path, hub):
+    hub.open.clear()
+    parts = {"callbacks": [At(None, hub.open.set)]}
+    runs.trainer(tmp_path, parts=parts, max_steps=3, **PUSHED).train()
+    steps = [message[-1] for message, _ in files_of(hub)]
+    assert steps == ["1", "3"]  # the second is left out, as in transformers
+    assert pushed_weights(hub) == [saved_weights(tmp_path, step) for step in (1, 3)]
+
+
+def test_a_push_that_fails_is_named_and_the_next_checkpoint_is_a_new_try(tmp_path, hub, recwarn):
+    def fail_once(trainer):
+        trainer.pushes._under_way[0].jobs[0].exception()  # it has ended
+
+    hub.fails = 1
+    trainer = runs.trainer(tmp_path, **PUSHED)
+    trainer.add_callback(At(2, lambda: fail_once(trainer)))
+    trainer.train()
+    assert pushed_codes(recwarn) == ["step 1"]
+    assert pushed_weights(hub) == [saved_weights(tmp_path, 2)]
+
+
+def test_the_last_push_is_tried_again_at_the_end(tmp_path, hub, recwarn):
+    hub.fails = 1
+    runs.trainer(tmp_path, max_steps=1, **PUSHED).train()
+    assert pushed_codes(recwarn) == ["step 1"]
+    assert pushed_weights(hub) == [saved_weights(tmp_path, 1)]
+
+
+def test_a_hub_that_stays_away_costs_no_training(tmp_path, hub, recwarn):
+    hub.refuses.add("model")
+    trainer = runs.trainer(tmp_path, hub_always_push=True, **PUSHED)
+    trainer.train()
+    assert trainer.state.global_step == 2 and not hub.commits
+    assert pushed_codes(recwarn) == ["step 1", "step 2", "step 2"]
+    assert "hf_secret" not in "".join(str(one.message) for one in recwarn)
+
+
+def test_an_earlier_failure_does_not_put_old_weights_in_the_place_of_new_ones(tmp_path, hub, recwarn):
+    hub.fails = 1
+    hub.open.clear()
+    parts = {"callbacks": [At(2, hub.open.set)]}
+    runs.trainer(tmp_path, parts=parts, hub_always_push=True, **PUSHED).train()
+    assert pushed_codes(recwarn) == ["step 1"]
+    assert pushed_weights(hub) == [saved_weights(tmp_path, 2)]
+
+
+def test_each_checkpoint_that_is_to_be_kept_arrives(tmp_path, hub, recwarn):
+    hub.fails = 1  # the model of step 1: its folder comes with the next push, again
+    hub.open.clear()
+    parts = {"callbacks": [At(2, hub.open.set)]}
+    runs.trainer(tmp_path, parts=parts, hub_strategy="all_checkpoints", hub_always_push=True, **PUSHED).train()
+    for step in (1, 2):
+        assert set(pushed_weights(hub, f"checkpoint-{step}/model.safetensors")) == {saved_weights(tmp_path, step)}
+    assert pushed_weights(hub)[-1] == saved_weights(tmp_path, 2)
+
+
+def test_what_a_killed_run_was_pushing_is_removed(tmp_path, hub):
+    stale = tmp_path / "_hub" / "checkpoint-9" / "model"
+    stale.mkdir(parents=True)
+    (stale / "model.safetensors").touch()
+    runs.trainer(tmp_path, max_steps=1, **PUSHED).train()
+    assert not stale.exists() and not any("_hub" in path for _, paths in files_of(hub) for path in paths)
+
+
+def test_the_model_is_in_the_output_folder_as_well(tmp_path, hub):
+    runs.trainer(tmp_path, max_steps=1, **PUSHED).train()
+    assert (tmp_path / "model.safetensors").read_bytes() == saved_weights(tmp_path, 1)
+    assert (tmp_path / "tokenizer.json").exists() and (tmp_path / "training_args.bin").exists()
 
 
 def test_push_to_hub_at_the_end(tmp_path, hub):
