@@ -76,6 +76,7 @@ VALUES: dict[str, Any] = {
     **{"demonstrations": "tests/support/demonstrations.jsonl"},
     **{"demonstrations_schedule": {"warmup": 1, "peak": 0.5, "decay": 2, "valley": 0.1}},
     **{"max_tokens_per_micro_batch": 16, "vllm_importance_sampling_clip_min": 0.5, "entropy_target": 1.0},
+    **{"geometric_mask_min": 0.5, "geometric_mask_max": 1.5},
     **each(("transformers_continuous_batching_config", "vllm_engine_kwargs", "sglang_server_args"), {"a": 1}),
 }
 
@@ -217,7 +218,7 @@ WITH: dict[str, dict[str, Any]] = {
     "optim_args": {"optim": "sgd"},
     **dict.fromkeys(("tool_timeout", "rollout_timeout", "tool_parser", "max_tool_calling_iterations"), TOOLS),
     **dict.fromkeys(("max_turn_length", "trained_turns", "unstable_chat_template"), TOOLS),
-    **each(engines.CORRECTION_OPTIONS, {"correct_built_in_engine": True}),
+    **each((*engines.CORRECTION_OPTIONS, *engines.GEOMETRIC), {"correct_built_in_engine": True}),
     "vllm_importance_sampling_correction": VLLM,
     **{f"vllm_server_{name}": VLLM for name in ("base_url", "host", "port", "timeout", "api_key", "concurrency")},
     **{f"vllm_server_{name}_timeout": VLLM for name in ("request", "sync")},

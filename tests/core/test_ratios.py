@@ -1,12 +1,13 @@
 """Importance ratios at every level, the off-policy filter and the engine/trainer correction, by eye."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
 from covey.core.losses import RATIO_LEVELS
-from covey.core.mismatch import mismatch_weights, off_policy_keep
+from covey.core.mismatch import mismatch_weights, off_policy_keep, rejecting
 from covey.core.stats import merge_all
 
 # Two sequences of 3 and 1 tokens; the second token of the first came from a tool.
@@ -177,3 +178,55 @@ def test_without_a_trained_token_there_are_no_mismatch_metrics():
     )
     assert weights.tolist() == [1]
     assert all(math.isnan(stat.value()) for stat in stats.values())  # and such values are not logged
+
+
+def kept(low, high, weigh=None):
+    """Ratios 2, (tool), 4 | 0.25 | and an empty sequence, rejected by their geometric means √8 and 0.25."""
+    engine = -torch.tensor([2.0, 7.0, 4.0, 0.25], dtype=torch.float64).log()
+    return rejecting(weigh, low, high)(OLD, engine, SAMPLED, torch.tensor([3, 1, 0]))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (None, None, [1, 1, 1, 1]),
+        (None, 2.9, [1, 1, 1, 1]),  # √8 = 2.83: the product, 8, or a ratio of 4 would be above
+        (None, 2.8, [0, 0, 0, 1]),
+        (0.25, None, [1, 1, 1, 1]),
+        (0.26, None, [1, 1, 1, 0]),
+        (0.5, 2.0, [0, 0, 0, 0]),
+    ],
+)
+def test_completions_are_rejected_by_the_geometric_mean_of_their_ratios(low, high, expected):
+    assert kept(low, high)[0].tolist() == expected
+
+
+def test_those_that_stay_have_the_weights_of_the_mode():
+    weigh = partial(mismatch_weights, mode="token_truncate", clip_min=0.5, clip_max=3.0)
+    weights, stats = kept(None, 2.9, weigh)
+    assert weights.tolist() == pytest.approx([2, 1, 3, 0.5])
+    assert stats["sampling/importance_sampling_ratio/max"].value() == pytest.approx(3)
+    assert kept(0.26, None, weigh)[0].tolist() == pytest.approx([2, 1, 3, 0])
+
+
+def test_the_metrics_of_rejection_count_completions():
+    stats = {name: stat.value() for name, stat in kept(0.26, None)[1].items()}
+    assert stats == {
+        "sampling/geometric_ratio/min": pytest.approx(0.25),
+        "sampling/geometric_ratio/mean": pytest.approx((math.sqrt(8) + 0.25) / 2),
+        "sampling/geometric_ratio/max": pytest.approx(math.sqrt(8)),
+        "sampling/geometric_ratio/outside": pytest.approx(1 / 2),  # the empty one has no ratio
+    }
+
+
+def test_the_bound_of_a_geometric_mean_is_the_same_at_every_length():
+    """Each token 0.5% more probable: 1.005 at any length, while the product of 2,000 is above 20,000."""
+    lengths = torch.tensor([1, 10, 2000])
+    old = torch.full((2011,), 0.005, dtype=torch.float64)
+    weights, stats = rejecting(None, 0.99, 1.01)(old, torch.zeros_like(old), torch.ones_like(old).bool(), lengths)
+    assert weights.eq(1).all() and stats["sampling/geometric_ratio/max"].value() == pytest.approx(math.exp(0.005))
+
+
+def test_rejection_takes_a_missing_log_prob_for_no_difference():
+    one, nothing = torch.tensor([2]), torch.tensor([math.nan, -1.0])
+    assert rejecting(None, 0.9, 1.1)(torch.tensor([-5.0, -1.0]), nothing, one.repeat(2).bool(), one)[0].eq(1).all()

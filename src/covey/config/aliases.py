@@ -149,6 +149,8 @@ ALIASES: dict[str, Alias] = {
         "base is 'start', live is 'policy', ema is 'follower'",
         lambda kind, _: {"base": "start", "live": "policy", "ema": "follower"}.get(kind, kind),
     ),
+    "geo_mask_low": Alias("geometric_mask_min", kind=float),
+    "geo_mask_high": Alias("geometric_mask_max", kind=float),
     "rollout_importance_sampling_mode": Alias("vllm_importance_sampling_mode"),
     "rollout_importance_sampling_threshold": Alias("vllm_importance_sampling_clip_max"),
 }

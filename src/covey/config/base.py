@@ -207,6 +207,11 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         return self.vllm_importance_sampling_correction and wanted
 
     @property
+    def rejects_completions(self) -> bool:
+        """Completions are left out whose log-probs by engine and trainer differ too much in the mean of tokens."""
+        return self.geometric_mask_min is not None or self.geometric_mask_max is not None
+
+    @property
     def resolved_mismatch_mode(self) -> str:
         """Mode of the correction in force: vespo multiplies the ratios of tokens itself."""
         mode = self.vllm_importance_sampling_mode

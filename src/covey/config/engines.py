@@ -109,6 +109,11 @@ class MismatchFields:
     """Lower bound of that ratio; unset: none."""
     vllm_importance_sampling_cap: float | None = None
     """Old name of `vllm_importance_sampling_clip_max`; use that one."""
+    geometric_mask_min: float | None = None
+    """Leave out completions whose ratio, in the geometric mean over their tokens, is below this; unset: none. It goes
+    with any mode, and alone with `vllm_importance_sampling_correction=False`."""
+    geometric_mask_max: float | None = None
+    """Leave out completions whose ratio, in the geometric mean over their tokens, is above this; unset: none."""
     correct_built_in_engine: bool = False
     """Apply that correction to the built-in engine too. It samples with the weights that are trained, so only the
     rounding of half precision is there to be corrected."""
@@ -180,7 +185,8 @@ COLOCATED = (
 ADDRESSES = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port")
 SHARED_WITH_SGLANG = ("vllm_lora_sync", "vllm_structured_outputs_regex")
 CORRECTION_OPTIONS = tuple(f"vllm_importance_sampling_{name}" for name in ("mode", "clip_max", "clip_min"))
-CORRECTION = ("vllm_importance_sampling_correction", *CORRECTION_OPTIONS, "vllm_importance_sampling_cap")
+GEOMETRIC = ("geometric_mask_min", "geometric_mask_max")
+CORRECTION = ("vllm_importance_sampling_correction", *CORRECTION_OPTIONS, "vllm_importance_sampling_cap", *GEOMETRIC)
 
 ENGINE_KEYS = {
     "model": "it is the policy",
@@ -288,20 +294,21 @@ def correction_is_read(args: Args) -> Iterator[Finding]:
         yield from ignored(args, CORRECTION, f"{same}; correct_built_in_engine=True corrects its rounding all the same")
         return
     if not args.vllm_importance_sampling_correction:
-        names = [*CORRECTION_OPTIONS, "correct_built_in_engine"]
+        names = [*CORRECTION_OPTIONS, *["correct_built_in_engine"] * (not args.rejects_completions)]
         yield from ignored(args, names, "vllm_importance_sampling_correction is False")
 
 
 def correction_bounds_enclose_one(args: Args) -> Iterator[Finding]:
-    low, high = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
-    if not 0 <= (low or 0.0) <= 1 or (high is not None and not high >= 1):
-        yield Finding.error(
-            "correction-bounds",
-            f"vllm_importance_sampling_clip_min={low} and vllm_importance_sampling_clip_max={high} must lie on either"
-            " side of 1, the ratio where engine and trainer agree: the first between 0 and 1, the second 1 or more,"
-            " or either of them unset.",
-            "0.5 and 3 are usual.",
-        )
+    advice = {"vllm_importance_sampling_clip": "0.5 and 3 are usual.", "geometric_mask": "0.99 and 1.01 are usual."}
+    for name, usual in advice.items():
+        low, high = getattr(args, f"{name}_min"), getattr(args, f"{name}_max")
+        if not 0 <= (low or 0.0) <= 1 or (high is not None and not high >= 1):
+            yield Finding.error(
+                "correction-bounds",
+                f"{name}_min={low} and {name}_max={high} must lie on either side of 1, the ratio where engine and"
+                " trainer agree: the first between 0 and 1, the second 1 or more, or either of them unset.",
+                usual,
+            )
 
 
 def vespo_is_corrected_by_token(args: Args) -> Iterator[Finding]:

@@ -269,7 +269,7 @@ def async_rollouts_have_an_engine(args: Args) -> Iterator[Finding]:
 def stale_samples_are_corrected(args: Args) -> Iterator[Finding]:
     if not args.max_staleness:
         return
-    if not args.vllm_importance_sampling_correction:
+    if not (args.vllm_importance_sampling_correction or args.rejects_completions):
         yield Finding.warning(
             "async-uncorrected",
             f"max_staleness={args.max_staleness} with vllm_importance_sampling_correction=False: completions of older"

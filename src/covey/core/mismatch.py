@@ -1,4 +1,4 @@
-"""Samples of another policy than the trained one: importance weights, and a filter of sequences that drifted."""
+"""Samples of another policy than the trained one: importance weights, and filters of sequences that drifted."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from covey.core.stats import Max, Mean, Min, Stat
 
 MismatchCorrection = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Stat]]]
 """(trainer's logprobs [N], engine's logprobs [N], sampled [N], lengths [B]) -> weights and metrics: `mismatch_weights`
-with its mode and bounds filled in."""
+with its mode and bounds filled in, alone or `rejecting` sequences."""
 
 
 def mismatch_weights(
@@ -35,8 +35,7 @@ def mismatch_weights(
     difference; tokens that were not sampled get weight 1, or their sequence's.
     """
     level, _, action = mode.partition("_")
-    difference = (old_logprobs - engine_logprobs).nan_to_num(nan=0.0, posinf=0.0, neginf=-MAX_LOG_RATIO)
-    difference = torch.where(sampled, difference, 0.0)
+    difference = _difference(old_logprobs, engine_logprobs, sampled)
     log_rho = expand(segment_sum(difference, lengths), lengths, len(sampled)) if level == "sequence" else difference
     rho = log_rho.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     low = 0.0 if clip_min is None else clip_min
@@ -44,6 +43,44 @@ def mismatch_weights(
     outside = (rho < low) | (rho > high)
     weights = rho.clamp(min=low, max=high) if action == "truncate" else torch.where(outside, 0.0, rho)
     return weights, _mismatch_stats(difference.abs(), weights, outside, sampled, lengths, level)
+
+
+def rejecting(weigh: MismatchCorrection | None, low: float | None, high: float | None) -> MismatchCorrection:
+    """A correction that gives weight 0 to sequences whose ratios have a geometric mean outside [low, high].
+
+    ρ̄_i = exp(mean_t(log π_trainer - log π_engine)) over the sampled tokens of sequence i: the distance for one token,
+    however long the sequence is. Other tokens have the weights of `weigh`, or 1 without one. None: no bound. Liu
+    et al. 2025, "When speed kills stability", part 3; `seq_mean_k1` of verl and `geo_mask` of earlier prime-rl.
+    """
+    prefix, bounds = "sampling/geometric_ratio", (0.0 if low is None else low, float("inf") if high is None else high)
+
+    def correct(
+        old_logprobs: Tensor, engine_logprobs: Tensor, sampled: Tensor, lengths: Tensor
+    ) -> tuple[Tensor, dict[str, Stat]]:
+        difference = _difference(old_logprobs, engine_logprobs, sampled)
+        mean = masked_segment_mean(difference, sampled, lengths).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()  # [B]
+        outside = (mean < bounds[0]) | (mean > bounds[1])
+        weights, stats = torch.ones_like(difference), dict[str, Stat]()
+        if weigh is not None:
+            weights, stats = weigh(old_logprobs, engine_logprobs, sampled, lengths)
+        counted = segment_sum(sampled.long(), lengths) > 0
+        sequences = counted.sum()
+        stats = {
+            **stats,
+            f"{prefix}/min": Min(-largest(-mean, counted)),
+            f"{prefix}/mean": Mean(torch.where(counted, mean, 0.0).sum(), sequences),
+            f"{prefix}/max": Max(largest(mean, counted)),
+            f"{prefix}/outside": Mean((outside & counted).sum(), sequences),
+        }
+        return torch.where(expand(outside, lengths, len(sampled)), 0.0, weights), stats
+
+    return correct
+
+
+def _difference(old_logprobs: Tensor, engine_logprobs: Tensor, sampled: Tensor) -> Tensor:
+    """log π_trainer - log π_engine [N] of sampled tokens; 0 for others and where the engine gives no number."""
+    difference = (old_logprobs - engine_logprobs).nan_to_num(nan=0.0, posinf=0.0, neginf=-MAX_LOG_RATIO)
+    return torch.where(sampled, difference, 0.0)
 
 
 def _mismatch_stats(

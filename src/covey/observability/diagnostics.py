@@ -164,12 +164,23 @@ def _masked(logs: list[Log], args: Any) -> Iterator[str]:
 
 def _most_are_masked(log: Log, args: Any) -> bool:
     outside = log.get("sampling/importance_sampling_ratio/outside", 0)
-    return outside > 0.5 and args.resolved_mismatch_mode.endswith("mask")
+    return _most_are_rejected(log) or (outside > 0.5 and args.resolved_mismatch_mode.endswith("mask"))
+
+
+def _most_are_rejected(log: Log) -> bool:
+    return log.get("sampling/geometric_ratio/outside", 0) > 0.5
 
 
 def _masked_by_mismatch(logs: list[Log], args: Any) -> Iterator[str]:
     level = args.resolved_mismatch_mode.partition("_")[0]
     fix = "Look for the cause of so large a difference"
+    if _most_are_rejected(logs[-1]):
+        yield f"""more than half of the completions were left out, because engine and trainer find their tokens too
+        differently probable in the geometric mean (sampling/geometric_ratio/outside): bounds are
+        geometric_mask_min={args.geometric_mask_min} and geometric_mask_max={args.geometric_mask_max}."""
+        yield f"""{fix}, or widen the bounds; sampling/sampling_logp_difference/mean says how far apart they are per
+        token."""
+        return
     if level == "sequence":
         fix = """Use vllm_importance_sampling_mode='token_truncate' or 'token_mask', as a long completion's ratio
         multiplies that of all its tokens"""

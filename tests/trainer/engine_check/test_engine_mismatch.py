@@ -111,6 +111,35 @@ def test_a_mask_that_drops_everything_changes_no_weight(tmp_path):
     assert runs.history(trainer, "sampling/sampling_logp_difference/mean") == [pytest.approx(5, abs=1e-4)]
 
 
+@pytest.mark.parametrize("weighs", [True, False])
+@pytest.mark.parametrize("policy", [ON_POLICY, OFF_POLICY], ids=["on-policy", "off-policy"])
+def test_completions_are_rejected_by_their_geometric_mean(tmp_path, policy, weighs):
+    settings = {"geometric_mask_min": 0.95, "vllm_importance_sampling_correction": weighs}
+    trainer = foreign(tmp_path, vllm_importance_sampling_clip_max=None, **settings, **policy)
+    kept, surrogate, used = runs.scored(trainer), trainer.run.algorithm.objective.surrogate, []
+
+    def watching(x):
+        used.append((x.mismatch_weights, x.sampled))
+        return surrogate(x)
+
+    objective = replace(trainer.run.algorithm.objective, surrogate=watching)
+    trainer.run.method.algorithm = replace(trainer.run.algorithm, objective=objective)
+    trainer.train()
+    (batch, scored), *_ = kept
+    difference = scored - batch.engine_logprobs
+    means = (segment_sum(difference, batch.lengths) / batch.lengths).exp()
+    outside = (means < 0.95).float().mean().item()
+    assert 0 < outside < 1
+    assert runs.history(trainer, "sampling/geometric_ratio/outside")[0] == pytest.approx(outside)
+    stays = (means >= 0.95).repeat_interleave(batch.lengths)
+    expected = torch.where(stays, difference.exp() if weighs else 1.0, 0.0)
+    weights = torch.cat([weight for weight, _ in used])
+    if policy:
+        torch.testing.assert_close(batch.mismatch_weights, expected)
+    else:
+        torch.testing.assert_close(weights.sort().values, expected.sort().values, rtol=1e-4, atol=1e-4)
+
+
 # ---- metrics ---------------------------------------------------------------------------------------------------------
 
 

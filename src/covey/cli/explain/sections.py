@@ -124,6 +124,10 @@ def policy(run: ExplainedRun) -> Iterator[str]:
             yield ("Old log-probabilities are those of the current forward pass; no additional pass is spent on them.")
     if args.corrects_mismatch:
         yield _mismatch(run)
+    if args.rejects_completions and (args.samples_elsewhere or args.correct_built_in_engine):
+        bounds = f"geometric_mask_min={args.geometric_mask_min}, geometric_mask_max={args.geometric_mask_max}"
+        yield f"""Completions are left out whose ratio of trainer to engine probability, in the geometric mean of their
+        tokens, is outside of these bounds ({bounds}): sampling/geometric_ratio/outside is their share."""
     if args.max_staleness:
         yield from _staleness(run)
 

@@ -18,7 +18,7 @@ from covey.algorithms.algorithm import Algorithm
 from covey.config.base import OnlineConfig
 from covey.core.batch import TrainBatch, expand, segment_ids, segment_starts, segment_sum
 from covey.core.engine import EngineTraits, SamplingParams
-from covey.core.mismatch import mismatch_weights
+from covey.core.mismatch import MismatchCorrection, mismatch_weights, rejecting
 from covey.policy.scoring import first_and_last
 from covey.rollout.collector import Collector
 from covey.trainer.engine_check.staleness import VersionTest
@@ -223,23 +223,29 @@ def likely_cause(comparison: Comparison, causes: tuple[Cause, ...] = CAUSES, oth
 
 def corrected(algorithm: Algorithm, args: OnlineConfig, traits: EngineTraits, params: SamplingParams) -> Algorithm:
     """The algorithm with weights of tokens by trainer over engine probability, where these may differ."""
-    if not args.vllm_importance_sampling_correction or (traits.shares_policy and not args.correct_built_in_engine):
+    wanted = args.vllm_importance_sampling_correction or args.rejects_completions
+    if not wanted or (traits.shares_policy and not args.correct_built_in_engine):
         return algorithm
     reshaping = reshapes(args, params)
     if traits.reports_after_cut and reshaping:
         warnings.warn(
             f"the engine's mismatch is not corrected: it reports log-probs after {', '.join(reshaping)} had their"
             " effect, and the trainer scores the distribution before. Leave these settings at their defaults, or set"
-            " vllm_importance_sampling_correction=False to silence this.",
+            " vllm_importance_sampling_correction=False, without geometric_mask_min and geometric_mask_max, to silence"
+            " this.",
             stacklevel=2,
         )
         return algorithm
-    correction = partial(
-        mismatch_weights,
-        mode=args.resolved_mismatch_mode,
-        clip_min=args.vllm_importance_sampling_clip_min,
-        clip_max=args.vllm_importance_sampling_clip_max,
-    )
+    correction: MismatchCorrection | None = None
+    if args.vllm_importance_sampling_correction:
+        correction = partial(
+            mismatch_weights,
+            mode=args.resolved_mismatch_mode,
+            clip_min=args.vllm_importance_sampling_clip_min,
+            clip_max=args.vllm_importance_sampling_clip_max,
+        )
+    if args.rejects_completions:
+        correction = rejecting(correction, args.geometric_mask_min, args.geometric_mask_max)
     return replace(algorithm, objective=replace(algorithm.objective, correction=correction))
 
 
