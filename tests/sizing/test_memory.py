@@ -358,6 +358,16 @@ def test_optimizers_keep_so_many_numbers(optim, states):
     assert optimizer_states(optim) == states
 
 
+def test_optimizers_of_covey_keep_so_many_bytes():
+    def size(optim, **more):
+        return estimate(LlamaConfig(**TINY), args(optim=optim, **more)).optimizer
+
+    # 7,888 numbers, 1,600 each in the embedding and the head, which have AdamW's two moments with muon
+    assert size("adamw_torch") == size("adamw_stochastic") == 8 * 7888
+    assert size("muon") == 4 * (7888 + 2 * 1600)
+    assert size("adamw_stochastic", model_init_kwargs={"dtype": "bfloat16"}) == 8 * 7888  # moments in float32
+
+
 @pytest.mark.parametrize(("size", "text"), [(12, "12 B"), (1536, "1.5 KiB"), (3 * 2**30, "3.0 GiB")])
 def test_bytes_are_readable(size, text):
     assert readable(size) == text

@@ -100,7 +100,7 @@ CASES = {
 }
 COUNTED = "uneven last batches"
 """Where bytes between processes are counted."""
-RESUMED = ("grpo", "grpo, lora", "4 bits as float32", "4 bits as uint8", "FSDP2")
+RESUMED = ("grpo", "grpo, lora", "4 bits as float32", "4 bits as uint8", "FSDP2", "muon", "rounded by chance")
 REFUSED = ("grpo, lora", "the best weights", "FSDP2")
 """Where a checkpoint is resumed on other weights: those under an adapter, or those of the reference."""
 VARIANTS = {
@@ -132,6 +132,11 @@ BY_ARGUMENTS = {
     "FSDP2": {"fsdp": True, "beta": 0.05, **SAVED},
 }
 """Sharded as their own arguments say, whoever has launched them."""
+OPTIMIZERS = {
+    "muon": {"optim": "muon", "weight_decay": 0.1, **SAVED},
+    "rounded by chance": {"optim": "adamw_stochastic", "half": True, "learning_rate": 1e-3, **SAVED},
+}
+"""Optimizers of Covey's own."""
 QUANTISED = {
     f"4 bits as {storage}": {"model": "model", "storage": storage, "peft": True, "beta": 0.05, **SAVED}
     for storage in ("float32", "uint8")
@@ -153,13 +158,15 @@ def train(case, output, resume=None, watch=None, seed=0):
     From a checkpoint if given; `watch` is shown the model, whose first weights are drawn with `seed`.
     """
     settings = {**BASE, "per_device_train_batch_size": 8 // PROCESSES, "per_device_eval_batch_size": 8 // PROCESSES}
-    settings |= copy.deepcopy({**CASES, **MATRIX, **SERVED, **QUANTISED, **BY_ARGUMENTS}[case])
+    settings |= copy.deepcopy({**CASES, **MATRIX, **SERVED, **QUANTISED, **BY_ARGUMENTS, **OPTIMIZERS}[case])
     if case in SERVED:
         settings |= {"use_vllm": True, "vllm_mode": "server", "vllm_group_port": 0, "vllm_server_timeout": 30.0}
         settings["vllm_server_base_url"] = os.environ["COVEY_TEST_SERVER"]
     parts = {name: settings.pop(name) for name in ("train_dataset", "eval_dataset", "reward_funcs") if name in settings}
     parts = {"train_dataset": tiny.rows(), "reward_funcs": sums_of_odd, **parts}
     parts["model"] = tiny.model(seed=seed, tie_word_embeddings=settings.pop("tie_word_embeddings", True))
+    if settings.pop("half", False):
+        parts["model"] = parts["model"].to(torch.bfloat16)
     if settings.pop("experts", False):
         parts["model"] = mixtures.model("Mixtral")
     if "model" in settings:

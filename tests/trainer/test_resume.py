@@ -60,6 +60,12 @@ VARIANTS = {
         "num_iterations": 2,
         "correct_built_in_engine": True,
     },
+    "with muon": {"optim": "muon", "weight_decay": 0.1},
+    "with weights in bfloat16 that are rounded by chance": {
+        "optim": "adamw_stochastic",
+        "learning_rate": 1e-4,
+        "dtype": torch.bfloat16,
+    },
     "with rollout batches that share an optimizer step": {
         "gradient_accumulation_steps": 4,
         "steps_per_generation": 2,
@@ -77,13 +83,18 @@ def sometimes_equal(prompts, completion_ids, **kwargs):
 @pytest.mark.parametrize("method", ["grpo", pytest.param("rloo", marks=pytest.mark.slow)])
 def test_resuming_is_exact(tmp_path, method, variant):
     settings = {"max_steps": 5, **VARIANTS[variant]}
-    parts = {"reward_funcs": sometimes_equal} if {"dynamic_sample", "prompt_sampler"} & set(settings) else {}
+    dtype = settings.pop("dtype", torch.float32)
+    rewards = {"reward_funcs": sometimes_equal} if {"dynamic_sample", "prompt_sampler"} & set(settings) else {}
     last = settings["max_steps"]
     stop = last - 1 if "epoch" in variant else 3
     saving = {"save_strategy": "steps", "save_steps": stop}
-    straight = runs.trainer(tmp_path, method, parts=parts, **{**settings, **saving})
+
+    def parts():
+        return {**rewards, "model": tiny.model().to(dtype)}
+
+    straight = runs.trainer(tmp_path, method, parts=parts(), **{**settings, **saving})
     straight.train()
-    resumed = runs.trainer(tmp_path, method, parts=parts, **settings)
+    resumed = runs.trainer(tmp_path, method, parts=parts(), **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{stop}"))
     assert_alike(straight, resumed)
 

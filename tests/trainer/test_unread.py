@@ -8,6 +8,7 @@ import torch
 from transformers import TrainerCallback
 
 import covey
+from covey.core.findings import CheckWarning
 from covey.engines.scripted import ScriptedEngine
 from covey.rewards import per_completion
 from covey.trainer.checks import MovedWeights
@@ -256,6 +257,37 @@ def test_weights_that_rounding_keeps_are_logged_and_pointed_out(tmp_path):
     _, messages = said(run.train)
     assert len([text for text in messages if "bfloat16" in text]) == 1
     assert all(share < 0.1 for share in runs.history(run, "updates/weights_moved"))
+
+
+def test_weights_that_are_rounded_by_chance_are_not_pointed_out(tmp_path):
+    settings = {"optim": "adamw_stochastic", "learning_rate": 1e-6, "max_steps": 6}
+    run, messages = said(lambda: runs.trainer(tmp_path, parts={"model": tiny.model().to(torch.bfloat16)}, **settings))
+    before = runs.weights(run)
+    _, more = said(run.train)
+    assert not [text for text in messages + more if "bfloat16" in text]
+    assert any(not torch.equal(*pair) for pair in zip(before, runs.weights(run), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("optim", "parts", "told"),
+    [
+        ("adamw_stochastic", lambda: {}, True),
+        ("adamw_stochastic", lambda: {"model": tiny.model().to(torch.bfloat16)}, False),
+        ("muon", lambda: {}, False),
+        ("muon", lambda: {"peft_config": peft.LoraConfig(r=2, target_modules=["embed_tokens"])}, True),
+        ("muon", lambda: {"peft_config": peft.LoraConfig(r=2, target_modules=["q_proj"])}, False),
+    ],
+)
+def test_an_optimizer_that_does_as_adamw_for_this_model_is_pointed_out(tmp_path, recwarn, optim, parts, told):
+    runs.trainer(tmp_path, parts=parts(), optim=optim, learning_rate=0.1)
+    said_of = [one.message.finding for one in recwarn if isinstance(one.message, CheckWarning)]
+    assert any(one.code == "setting-unread" and f"optim='{optim}'" in one.evidence for one in said_of) == told
+
+
+def test_arguments_of_muon_that_are_its_own_are_pointed_out(tmp_path, recwarn):
+    runs.trainer(tmp_path, optim="muon", optim_args="momentum=0.95,ns_steps=4", adam_beta1=0.8)
+    said_of = [one.message.finding.evidence for one in recwarn if isinstance(one.message, CheckWarning)]
+    assert not [text for text in said_of if "ns_steps" in text or "adam_beta1" in text]
 
 
 def test_weights_in_float32_are_not_watched(tmp_path):

@@ -27,6 +27,7 @@ from covey.config.hardware import (
     require_deepspeed,
 )
 from covey.config.messages import default_of, is_set
+from covey.config.optimizers import OWN_OPTIMIZERS
 from covey.core.findings import CheckError, Finding
 from covey.runtime.files import unique
 from covey.runtime.import_path import is_reference, resolve
@@ -116,11 +117,16 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         self._settle_hardware()
         self._settle_best_metric()
         full_eval, self.bf16_full_eval = self.bf16_full_eval, False  # refused without bfloat16, but ignored here
+        optim = self.optim
+        if optim in OWN_OPTIMIZERS:
+            self.optim = "adamw_torch"  # transformers refuses names that it does not know
         tf32 = self.tf32
         if not has_accelerator():
             self.tf32 = None  # refused on a CPU, where it has no effect and which a run file may have been moved to
         super().__post_init__()
         self.bf16_full_eval, self.tf32 = full_eval, tf32
+        if optim in OWN_OPTIMIZERS:
+            self.optim = optim
         self._settle_direction()
         report(rules.check_batch_settings(self))
         self._settle_batches()

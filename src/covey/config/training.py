@@ -8,6 +8,7 @@ from typing import Any
 from covey.config.fields import Args, describe_fields, limited
 from covey.config.hardware import by_fsdp, has_accelerator
 from covey.config.messages import ignored
+from covey.config.optimizers import OPTIMIZERS, STOCHASTIC, check_own, name_of
 from covey.core.findings import Finding
 
 BY_METRIC = ("reduce_lr_on_plateau", "greedy")  # schedulers that read `metric_for_best_model`
@@ -24,6 +25,9 @@ class TrainingDefaults:
     bf16: bool | None = None
     """Train in bfloat16 mixed precision. Unset: wherever the hardware multiplies bfloat16 (a CUDA GPU since Ampere, a
     CPU with AMX or AVX512-BF16) and float32 elsewhere."""
+    optim: str = limited("adamw_torch_fused", choices=OPTIMIZERS)
+    """Optimizer: a name of transformers' `OptimizerNames`, `muon` (torch's, for matrices of hidden layers, with AdamW
+    for all else) or `adamw_stochastic` (AdamW that rounds weights held in bfloat16 up or down by chance)."""
     gradient_checkpointing: bool | None = True
     """Let layers recompute their activations in the backward pass where memory has no room to keep them: less memory,
     up to a third more compute, the same result. With gradient_checkpointing_kwargs every layer does."""
@@ -147,7 +151,7 @@ def something_is_trained(args: Args) -> Iterator[Finding]:
 
 
 def one_update_has_many_micro_batches(args: Args) -> Iterator[Finding]:
-    name = str(getattr(args.optim, "value", args.optim))
+    name = name_of(args)
     if name in ("lomo", "adalomo") or name.endswith("_layerwise"):
         yield Finding.error(
             "optimizer-in-backward",
@@ -157,9 +161,13 @@ def one_update_has_many_micro_batches(args: Args) -> Iterator[Finding]:
         )
 
 
+def own_optimizers_can_be_made(args: Args) -> Iterator[Finding]:
+    yield from check_own(args)
+
+
 def optimizers_and_schedules_read_their_options(args: Args) -> Iterator[Finding]:
-    optimizer, schedule = _word(args.optim), _word(args.lr_scheduler_type)
-    if optimizer in ("adamw_torch", "adamw_torch_fused"):
+    optimizer, schedule = name_of(args), _word(args.lr_scheduler_type)
+    if optimizer in ("adamw_torch", "adamw_torch_fused", STOCHASTIC):
         yield from ignored(args, ["optim_args"], f"optim={optimizer!r} reads none")
     if not re.match("galore|apollo", optimizer):
         yield from ignored(args, ["optim_target_modules"], f"optim={optimizer!r} treats all modules alike")

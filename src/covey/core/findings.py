@@ -50,6 +50,7 @@ CHECKED = {
     "embedding-noise": Code(CONFIG, "sampling and training models would differ by noise"),
     "updates-repeat": Code(CONFIG, "the same gradient is computed several times"),
     "updates-mix": Code(CONFIG, "an update mixes two rollout batches"),
+    "optimizer-sharded": Code(CONFIG, "an optimizer cannot work with weights that are sharded so"),
     "bf16-emulated": Code(CONFIG, "the hardware does not multiply bfloat16"),
     # sampling
     "sampling-mask": Code(CONFIG, "sampling masks cannot be kept"),

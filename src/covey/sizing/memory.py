@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from covey.config.optimizers import STOCHASTIC, name_of
 from covey.core.packing import ActivationRoom, derived_budget
 from covey.policy.adapters import base_model, has_adapter
 from covey.policy.lm_head.linear import KEPT_BYTES, TILE_BYTES
@@ -265,7 +266,7 @@ def _estimate(
         weights=weights,
         reference=weights * _copies_of_policy(args) if whole else 0,
         gradients=trainable * updated // spread.gradients,
-        optimizer=int(trainable * updated * optimizer_states(str(args.optim))) // spread.optimizer,
+        optimizer=_optimizer_bytes(args, counts, text, updated) // spread.optimizer,
         activations=tokens * activation_bytes(text, precision, kept),
         logits=LOGIT_COPIES * min(chunk, TILE_BYTES.get(device, TILE_BYTES["cuda"])) + kept_logits * keeps_logits,
         kv_cache=_cached_tokens(args, prompt, completion, vision) * cache_bytes_per_token(text, computed),
@@ -475,6 +476,17 @@ def encoder_bytes(
     patch = borders + block if checkpointing else vision.layers * block
     encoded = images.patches * patch + images.tokens * vision.merger * c
     return shown * encoded + rows * (images.tokens * vision.aligner * c + images.pixels * 4)
+
+
+def _optimizer_bytes(args: Any, counts: ModelSpec, text: Any, updated: int) -> int:
+    """State of the optimizer, whose numbers have the type of the weights that are updated, `updated` bytes each."""
+    name, whole = name_of(args), counts.trainable == counts.parameters
+    if name == STOCHASTIC:
+        return 8 * counts.trainable  # two moments in float32
+    if name == "muon":  # a momentum for each weight, and AdamW's second moment for embeddings and head; vectors are few
+        matrices = (1 if text.tie_word_embeddings else 2) * whole if counts.embeddings is None else counts.embeddings
+        return (counts.trainable + matrices * text.vocab_size * text.hidden_size) * updated
+    return int(counts.trainable * updated * optimizer_states(str(args.optim)))
 
 
 def optimizer_states(optim: str) -> float:

@@ -645,7 +645,9 @@ def add_callbacks(trainer: "OnlineTrainer", given: Sequence[Any]) -> None:
         trainer.add_callback(FollowPolicy(teachers.follow, args.teacher_sync_steps))
     trainer.add_callback(trainer.stop)
     if held_in_half(trainer.policy):
-        trainer.add_callback(MovedWeights(trainer.run, warned=check_precision(trainer.run)))
+        rounded = [] if trainer.sharding.name else list(check_rounding(args, trainer.policy))
+        report(rounded)
+        trainer.add_callback(MovedWeights(trainer.run, warned=bool(rounded)))
     if trainer.recorder is not None:
         trainer.add_callback(trainer.recorder)
     if trainer.is_world_process_zero():

@@ -14,6 +14,7 @@ from covey.algorithms.comparison import ROLE_AVERAGE
 from covey.config.base import OnlineConfig
 from covey.config.choosing import BY_ADVANTAGES, gates_among, unfiltered
 from covey.config.messages import ignored, is_set
+from covey.config.optimizers import STOCHASTIC, name_of
 from covey.core.findings import Finding
 from covey.core.stats import Mean, Sum
 from covey.data.sampler import check_enough
@@ -26,7 +27,7 @@ from covey.rewards.suite import check_weights
 from covey.rollout.collector import Collector
 from covey.rollout.environments.agent import OBJECTS
 from covey.runtime.isolation import isolation_of
-from covey.runtime.user_code import warn
+from covey.runtime.user_code import report, warn
 from covey.trainer.build_rollouts import check_rows, plays_functions
 from covey.trainer.checkpoint import numbered_checkpoints
 from covey.trainer.evaluation.suites import EvalSuite, rows_of
@@ -268,26 +269,39 @@ IN_FLOAT32 = (
     "Load the model in float32 (the default here: leave `dtype` out, or model.float()); bf16=True computes in bfloat16"
     " all the same. Or train an adapter, whose weights are float32, or raise the learning rate."
 )
+BY_CHANCE = "Or set optim='adamw_stochastic', which rounds to either side so that nothing is lost in the mean."
 KEEPS_REST = ("kahan", "stochastic_round")  # words in `optim_args` of optimizers that lose nothing to rounding
+UPDATES = (("adam|lion|adafactor|lamb", 1.0), ("muon", 0.2))
+"""Names of optimizers, and about what their updates of a weight are, in learning rates."""
 
 
-def check_precision(run: Run) -> bool:
-    """Warn of weights held in half precision that updates of this learning rate would round away from; True if so."""
-    args, policy = run.args, run.policy
-    weights = held_in_half(policy)
-    adaptive = re.search("adam|lion|adafactor|lamb", str(getattr(args.optim, "value", args.optim)))
-    keeps_rest = any(word in (args.optim_args or "") for word in KEEPS_REST)
-    if not weights or not adaptive or keeps_rest or run.sharding.name:  # an update is about the learning rate
-        return False
-    share = share_that_moves(weights, args.learning_rate)
+def check_rounding(args: OnlineConfig, policy: Any) -> Iterator[Finding]:
+    """A warning of weights held in half precision that updates of this learning rate would be rounded away from."""
+    weights, name = held_in_half(policy), name_of(args)
+    size = next((size for pattern, size in UPDATES if re.search(pattern, name)), None)
+    if not weights or size is None or loses_nothing(args, weights):
+        return
+    share = share_that_moves(weights, size * args.learning_rate)
     if share < MOVES:
         dtype = str(weights[0].dtype).removeprefix("torch.")
-        warn(
+        yield Finding.warning(
+            "weights-rounded",
             f"the weights to train are held in {dtype}, whose numbers are so far apart that an update of"
-            f" learning_rate={args.learning_rate:g} rounds back to the old weight for about {1 - share:.0%} of them:"
-            f" they hardly move. {IN_FLOAT32}"
+            f" learning_rate={args.learning_rate:g} is rounded back to the old weight for about {1 - share:.0%} of"
+            " them: they hardly move.",
+            advice_on_rounding(weights),
         )
-    return share < MOVES
+
+
+def loses_nothing(args: OnlineConfig, weights: list[Tensor]) -> bool:
+    """True for an optimizer that keeps, or adds up in the mean, what rounding to half precision would lose."""
+    by_chance = name_of(args) == STOCHASTIC and all(weight.dtype == torch.bfloat16 for weight in weights)
+    return by_chance or any(word in (args.optim_args or "") for word in KEEPS_REST)
+
+
+def advice_on_rounding(weights: list[Tensor]) -> str:
+    in_bfloat16 = all(weight.dtype == torch.bfloat16 for weight in weights)
+    return f"{IN_FLOAT32} {BY_CHANCE}" if in_bfloat16 else IN_FLOAT32
 
 
 class MovedWeights(TrainerCallback):
@@ -311,13 +325,14 @@ class MovedWeights(TrainerCallback):
             return
         self._run.metrics.add({"updates/weights_moved": Mean(float(moved), float(total))}, "train")
         self._steps, self._moved, self._total = self._steps + 1, self._moved + moved, self._total + total
-        if self._steps == MOST_STILL and self._moved < FEW * self._total and not self._warned:
+        few = self._moved < FEW * self._total and not loses_nothing(self._run.args, weights)
+        if self._steps == MOST_STILL and few and not self._warned:
             self._warned = True
-            warn(
+            evidence = (
                 f"in {MOST_STILL} optimizer steps {self._moved / self._total:.1%} of the weights changed at a time:"
                 f" they are held in {weights[0].dtype}, and the other updates were rounded away."
-                f" {IN_FLOAT32}",
             )
+            report([Finding.warning("weights-rounded", evidence, advice_on_rounding(weights))])
 
 
 def _check_optimizer(optimizer: Any, policy: Any) -> Iterator[Finding]:

@@ -55,6 +55,7 @@ from covey.trainer.integrations.report import named_parts
 from covey.trainer.loop import TrainingLoop
 from covey.trainer.loss_terms import EntropyController, ExpertBalance, token_energies
 from covey.trainer.microbatches import MicroBatchRunner
+from covey.trainer.optimizers import optimizer_of
 from covey.trainer.prepare import build_parts, read_arguments
 from covey.trainer.resuming import describe_run
 from covey.trainer.rollout_phase import RolloutPhase
@@ -450,6 +451,7 @@ class OnlineTrainer(TrainingLoop):
         if self.on_evaluated is not None and self.on_evaluated(metrics, step):
             self.control.should_training_stop = True
 
+    get_optimizer_cls_and_kwargs = staticmethod(optimizer_of)
     hyperparameter_search = search.hyperparameter_search
     _determine_best_metric = determine_best_metric
     create_model_card = hub.create_model_card  # type: ignore[assignment] # its first arguments are those of TRL's

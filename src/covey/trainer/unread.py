@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
 from covey.config.base import OnlineConfig
 from covey.config.messages import closest, default_of, ignored, is_set
@@ -31,6 +31,7 @@ from covey.runtime.user_code import is_async
 from covey.trainer.checks import evaluation_sets
 from covey.trainer.evaluation.suites import rows_of
 from covey.trainer.integrations.attributes import as_list
+from covey.trainer.optimizers import check_optimizer_kind, optimizer_of
 from covey.trainer.teachers import columns_read
 
 ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
@@ -122,6 +123,7 @@ def check_optimizer_settings(trainer: Any) -> Iterator[Finding]:
         yield from ignored(args, names, "the trainer was given the class of an optimizer and its arguments")
     else:
         yield from _check_settings_of(args, trainer.policy)
+        yield from check_optimizer_kind(args, trainer.policy)
 
 
 def _check_settings_of(args: OnlineConfig, policy: Any) -> Iterator[Finding]:
@@ -146,7 +148,7 @@ def _check_settings_of(args: OnlineConfig, policy: Any) -> Iterator[Finding]:
 
 
 def _optimizer_settings(args: OnlineConfig, policy: Any) -> str:
-    return repr(Trainer.get_optimizer_cls_and_kwargs(args, policy))
+    return repr(optimizer_of(args, policy))
 
 
 def check_callbacks(callbacks: Iterable[Any]) -> Iterator[Finding]:

@@ -88,6 +88,7 @@ STAGES: tuple[dict[Check, tuple[str, ...]], ...] = (
         learning.kl_scale: ("kl-scale",),
         learning.bonus_scale: ("kl-scale",),
         learning.decay: ("learning-rate-high",),
+        learning.rounding: ("weights-rounded",),
         learning.learning_rate: ("learning-rate-high", "learning-rate-low"),
         reward_calls.slow: ("reward-slow",),
     },

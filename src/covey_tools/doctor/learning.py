@@ -16,6 +16,7 @@ from covey.core.batch import TrainBatch, expand
 from covey.core.findings import Effect, Finding
 from covey.core.records import FinishReason, Plan
 from covey.policy.loading import has_dropout
+from covey.trainer.checks import check_rounding
 from covey.trainer.engine_check.parity import Comparison, likely_cause, no_numbers
 from covey_tools.doctor.examined import ExaminedRun, SampleBatch, quiet
 
@@ -157,6 +158,12 @@ class Trials:
         moved = (after - before)[batch.sampled].abs().mean().item()
         scale = trainer.run.algebra.generation_batch_size / max(len(batch), 1)
         return TrialUpdate(moved, (in_gradients * scale + in_steps) / steps, finite and math.isfinite(moved))
+
+
+def rounding(run: ExaminedRun) -> Iterator[Finding]:
+    """Weights held in half precision that an update at the learning rate would leave as they are."""
+    if not run.trainer.sharding.name:
+        yield from check_rounding(run.args, run.trainer.policy)
 
 
 def learning_rate(run: ExaminedRun) -> Iterator[Finding]:

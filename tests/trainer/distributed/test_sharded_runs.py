@@ -121,6 +121,17 @@ def test_fsdp2_trains_over_4_bits_as_one_process_does(alone, tmp_path):
         assert (ours["share"] < 0.65) == (case == "4 bits as float32")
 
 
+@pytest.mark.slow
+def test_fsdp2_has_the_optimizers_of_covey(alone, tmp_path):
+    found = launch("fsdp2", tmp_path, list(sharded_runs.OPTIMIZERS))
+    for case, ours in found.items():
+        assert (ours["sharding"], ours["sharded"], ours["resumed"]) == ("FSDP2", True, 0.0), case
+    start = dict(weight_update(tiny.model(), 0).tensors())
+    for name, tensor in alone["muon"]["weights"].items():  # to the rounding of its products in bfloat16
+        moved, apart = (tensor - start[name]).norm(), (found["muon"]["weights"][name] - tensor).norm()
+        assert apart <= 0.05 * moved, name
+
+
 def assert_best(folder, found):
     """Those of the second step are left and saved; those of the fourth were the last."""
     name = "model.safetensors" if "lora" not in str(folder) else "adapter_model.safetensors"

@@ -1,6 +1,7 @@
 """Figures of `covey explain`: tables of memory, of vLLM's share of it, and of a step's operations, traffic and time."""
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.cli.explain.run import ExplainedRun
+from covey.config.optimizers import STOCHASTIC, name_of
 from covey.core.findings import Finding
 from covey.observability.record_files import FOLDER, MEASURED, read_run
 from covey.runtime.process_memory import available_memory, total_memory
@@ -40,12 +42,34 @@ def memory(run: ExplainedRun) -> Iterator[str]:
         yield _recomputation(m)
     yield f"""Training needs about {readable(m.training)}, sampling {readable(m.sampling)}; they take turns, so the peak
     is about {readable(m.peak)}."""
+    yield from _rounding(run, m)
     if found := _measured(run):
         yield f"""A run with these settings has been measured in its first step: at most
         {readable(found["peak_bytes"])}, and {found["seconds"]:.1f} seconds. That counts rather than the estimate."""
     yield _largest_part(m, bool(args.gradient_checkpointing))
     if run.engine is not None:
         yield from _colocated_vllm(run, m, run.engine)
+
+
+def _rounding(run: ExplainedRun, m: MemoryEstimate) -> Iterator[str]:
+    """The weights that an update can move, where whole weights are held in half precision.
+
+    A number in [2^(e-1), 2^e) of a format with d digits is 2^(e-d) from the next one, and moves by at least half of it.
+    """
+    name, rate = name_of(run.args), run.args.learning_rate
+    if m.stored_bytes != 2 or run.model.peft is not None or not rate:
+        return
+    if name == STOCHASTIC:
+        yield """Trained weights are held in bfloat16 and rounded up or down by chance (optim=adamw_stochastic): no
+        update is lost in the mean."""
+        return
+    kwargs: Any = run.args.model_init_kwargs or {}  # a config parses JSON
+    held = str(kwargs.get("dtype")).removeprefix("torch.")
+    digits = 11 if held == "float16" else 8
+    largest = 2.0 ** (math.floor(math.log2(rate)) + digits + 1)
+    yield f"""Trained weights are held in half precision: an update of learning_rate={rate:g} is rounded away from
+    weights of {largest:.2g} or more. updates/weights_moved is the share that a step changes; float32 weights, an
+    adapter or optim=adamw_stochastic lose nothing."""
 
 
 LENGTH_OF_RUN = ("max_steps", "num_train_epochs", "seed", "data_seed")
