@@ -70,8 +70,11 @@ class Client:
         return self.service.optim_step({"model_id": model, "seq_id": number, "adam_params": given})
 
     async def sampler(self, model):
-        asked = {"model_id": model, "seq_id": self.number(model), "sampling_session_seq_id": next(self._samplers)}
-        return (await self.result(self.service.save_weights_for_sampler(asked)))["sampling_session_id"]
+        return (await self.result(self.freeze(model, self.number(model), next(self._samplers))))["sampling_session_id"]
+
+    def freeze(self, model, number, sampler):
+        asked = {"model_id": model, "seq_id": number, "sampling_session_seq_id": sampler}
+        return self.service.save_weights_for_sampler(asked)
 
     async def save(self, model, name, route="save_weights", **options):
         asked = {"model_id": model, "seq_id": self.number(model), "path": name, **options}
@@ -96,16 +99,17 @@ class Client:
         return self.service.asample({**asked, "sampling_params": params, **options})
 
 
-def service(folder, model=None, **settings):
+def service(folder, model=None, durable=None, say=None, **settings):
     """Context of a service for the tiny model."""
     made = tiny.model() if model is None else model
-    return opened(made, Settings((NAME,), **settings), folder, tokenizer=tiny.tokenizer())
+    return opened(made, Settings((NAME,), **settings), folder, tokenizer=tiny.tokenizer(), durable=durable, say=say)
 
 
 def run(folder, program, **settings):
     """Run a coroutine function of a service and a client of it."""
 
     async def main(one):
+        await one.restore()
         return await program(one, Client(one))
 
     with service(folder, **settings) as one:

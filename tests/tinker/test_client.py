@@ -7,16 +7,19 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from covey.tinker.build import serve
 from covey.tinker.server import TinkerServer, served
 from tests.support import tinkering
+from tests.support.tinker_wire import adapter_bytes, mortal
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).with_name("programs") / "client.py"
@@ -166,6 +169,29 @@ def test_a_server_that_is_killed_keeps_what_was_saved(python, tiny_folder, tmp_p
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_durable_server_is_killed_and_the_client_notices_nothing(python, tiny_folder, tmp_path):
+    with mortal(tiny_folder, tmp_path / "whole") as server:
+        whole = run(python, server.url, "long")
+    done, kills = threading.Event(), []
+    with mortal(tiny_folder, tmp_path / "killed", "durable") as server:
+
+        def kill():
+            while len(kills) < 5 and not done.wait(0.5):
+                if list((tmp_path / "killed").glob("*/run.json")):  # the program has begun
+                    server.kill()
+                    kills.append(time.monotonic())
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        killed = run(python, server.url, "long")
+        done.set()
+        killer.join()
+    assert kills and killed["found"] == whole["found"] and killed["end"] == whole["end"]
+    name = whole["path"].rpartition("/")[2]
+    one, other = (adapter_bytes(tmp_path / folder, name) for folder in ("whole", "killed"))
+    assert np.array_equal(one, other)
 
 
 def test_the_example_takes_a_step(python, tiny_folder, tmp_path):

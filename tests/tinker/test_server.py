@@ -9,6 +9,7 @@ from aiohttp import ClientSession, FormData
 
 from covey.tinker import server as server_module
 from covey.tinker.server import TinkerServer
+from covey.tinker.wire import ForwardBackward, request_of
 from tests.support import tinkering
 from tests.tinker.test_wire import BODIES
 
@@ -137,6 +138,160 @@ def test_nonsense_is_answered_and_the_server_lives(tmp_path):
         return found
 
     assert ask(tmp_path, program) <= {200, 400, 404}
+
+
+DEEP = "[" * 900 + "]" * 900
+VALUES = [
+    *(None, True, False, -1, 0, 1, 3, 0.5, 1e308, -1e308, 10**18, 10**400, -(10**400), float("nan"), float("inf")),
+    *("", "x", "²", "1²", "9" * 5000, "\ud800", "\x00\n\x1b[2J", "../..", "tinker://a/weights/b", "dimuon", "snapshot"),
+    *([], [1], [[]], [10**400], ["x"], [-1, 2**40], {}, {"type": "x"}, {"chunks": [{"tokens": [5, 6]}]}),
+    {"rank": 10**30, "seed": 2**70, "train_mlp": "no"},
+    {"max_tokens": 2, "stop": [2**63], "temperature": 1e-300, "top_k": 2**62, "seed": -(2**62)},
+    {"max_tokens": 1, "stop": ["\ud800"], "top_p": 1e-300},
+    {"learning_rate": 10**400, "beta1": -1, "eps": "x"},
+    {"data": [1, 2], "shape": [1, 2], "sparse_crow_indices": [0, 2**40], "sparse_col_indices": [0, 1]},
+    {"data": [[1]], "shape": ["1", 1]},
+]
+NAMES = [
+    *("session_id", "model_id", "seq_id", "path", "user_metadata", "lora_config", "base_model", "rank", "kind", "type"),
+    *("model_seq_id", "sampling_session_id", "sampling_session_seq_id", "model_path", "optimizer", "request_id"),
+    *("num_samples", "prompt", "sampling_params", "prompt_logprobs", "topk_prompt_logprobs", "target_prompt_logprobs"),
+    *("adam_params", "optimizer_params", "ttl_seconds", "overwrite", "tinker_path", "sdk_version", "tags"),
+    *("prompt_logprobs_last_n", "topk_sample_logprobs", "prompt_alt_tokens_k", "age_encryption_recipients"),
+]
+
+
+def test_no_request_makes_the_server_fail(tmp_path):
+    """Every route with bodies, paths, queries and headers that make no sense: refused or answered, and never a 5xx."""
+    chance = random.Random(2)
+
+    async def program(http, server):
+        client = tinkering.Client(server.service)
+        model, sampler = await client.create(), await client.sampling()
+        saved = (await client.save(model, "a"))["path"]
+        known = {
+            "session_id": client.session,
+            "model_id": model,
+            "sampling_session_id": sampler,
+            "base_model": tinkering.NAME,
+            "model_path": saved,
+            "tinker_path": saved,
+            "request_id": f"{model}/0",
+        }
+        number, found = 100, []
+
+        def body():
+            nonlocal number
+            number += 1
+            whole = {"seq_id": number, "model_seq_id": number, "sampling_session_seq_id": number, **known}
+            whole |= {"prompt": {"chunks": [{"tokens": [5, 6]}]}, "sampling_params": {"max_tokens": 1}}
+            kept = {name: value for name, value in whole.items() if chance.random() < 0.9}
+            return kept | {name: chance.choice(VALUES) for name in chance.sample(NAMES, chance.randrange(4))}
+
+        def place(path):
+            words = ["x", "%ff", "%00", "..", "%2e%2e%2f", "a:b", model, client.session, "weights/a", "²", "%ed%a0%80"]
+            while "{" in path:
+                before, _, rest = path.partition("{")
+                path = before + chance.choice(words) + rest.partition("}")[2].removeprefix("+}").removeprefix("}")
+            return path
+
+        routes = [(one.method, one.resource.canonical) for one in server._runner.app.router.routes()]
+        assert len(routes) > 25
+        for method, path in routes * 12:
+            if path.endswith("finish"):
+                path = "/api/v1/sessions/²%00/finish"
+            data = (
+                json.dumps(body()).encode() if chance.random() < 0.9 else chance.choice([DEEP.encode(), b"\xff\xfe["])
+            )
+            if path.endswith("unload_model"):
+                data = b'{"model_id": 5}'
+            headers = {"Content-Type": chance.choice(["application/json", server_module.PROTOBUF, "x", "text/\xe9"])}
+            query = chance.choice(["", "?limit=²&offset=1", f"?limit={'9' * 5000}", "?limit=-1", "?offset=1e9&limit=0"])
+            verb = chance.choice(["GET", "POST", "PUT", "HEAD"]) if method == "*" else method
+            url = f"{server.url}{place(path)}{query}"
+            async with http.request(verb, url, data=data, headers=headers) as response:
+                found.append((response.status, verb, path, await response.read()))
+        # whatever was accepted ends, with a result or a failure that is told
+        for promise in list(server.service.promises._by_id):
+            if not promise.startswith(f"{model}/"):
+                async with http.post("retrieve_future", json={"request_id": promise}) as response:
+                    assert response.status == 200
+        assert (await post(http, "client/config", {}))[0] == 200
+        return found
+
+    with_failures = [one for one in ask(tmp_path, program, patience=0.1) if one[0] >= 500]
+    assert with_failures == []
+
+
+async def raw(server, data, *, more=b""):
+    """The first line of the answer to bytes; empty if there is none."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
+    writer.write(data)
+    if more:
+        await asyncio.sleep(0.05)
+        writer.write(more)
+    try:
+        return await asyncio.wait_for(reader.readline(), 10)
+    finally:
+        writer.close()
+
+
+HEAD = b"POST /api/v1/client/config HTTP/1.1\r\nHost: 127.0.0.1:1\r\n"
+HALVES = {
+    "a key of other bytes": (HEAD + b"X-API-Key: tml-\xff\xfe\r\nContent-Length: 2\r\n\r\n{}", b"", (401,)),
+    "no host": (b"GET /api/v1/healthz HTTP/1.0\r\nX-API-Key: tml-secret\r\n\r\n", b"", (200, 403)),
+    "no HTTP": (b"\x16\x03\x01\x02\x00\x01\r\n\r\n", b"", (400,)),
+    "a wrong length": (HEAD + b"X-API-Key: tml-secret\r\nContent-Length: x\r\n\r\n", b"", (400,)),
+    "wrong chunks": (HEAD + b"X-API-Key: tml-secret\r\nTransfer-Encoding: chunked\r\n\r\n", b"zz\r\n", (400, 408)),
+    "no gzip": (HEAD + b"X-API-Key: tml-secret\r\nContent-Encoding: gzip\r\nContent-Length: 2\r\n\r\n{}", b"", (400,)),
+    "half a body": (HEAD + b"X-API-Key: tml-secret\r\nContent-Length: 99\r\n\r\n{", b"", (408,)),
+    "an expectation": (HEAD + b"X-API-Key: tml-secret\r\nExpect: x\r\nContent-Length: 2\r\n\r\n{}", b"", (417,)),
+}
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_what_is_half_a_request_is_refused(tmp_path, monkeypatch, half):
+    if 408 in HALVES[half][2]:
+        monkeypatch.setattr(server_module, "READ", 0.2)
+    data, more, statuses = HALVES[half]
+
+    async def program(http, server):
+        line = await raw(server, data, more=more)
+        return line, await post(http, "client/config", {}, headers={"X-API-Key": "tml-secret"})
+
+    line, after = ask(tmp_path, program, key="tml-secret")
+    assert int(line.split()[1]) in statuses and after[0] == 200
+
+
+def test_connections_that_say_nothing_hold_up_nobody(tmp_path):
+    async def program(http, server):
+        port = int(server.url.rpartition(":")[2])
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(100)]
+        for _, writer in silent[::2]:
+            writer.write(HEAD)
+        answer = await post(http, "client/config", {})
+        for _, writer in silent:
+            writer.close()
+        return answer
+
+    assert ask(tmp_path, program) == (200, {})
+
+
+def test_a_large_request_is_read_while_others_are_answered(tmp_path, monkeypatch):
+    monkeypatch.setattr(server_module, "LARGE", 100)
+
+    async def program(http, server):
+        client = tinkering.Client(server.service)
+        model = await client.create()
+        body = request_of(ForwardBackward(model, 1, [tinkering.datum(list(range(4, 60)))], "cross_entropy"))
+        headers = {"Content-Type": server_module.PROTOBUF}
+        async with http.post("forward_backward", data=body, headers=headers) as response:
+            promise = await response.json()
+        async with http.post("forward_backward", data=body[:-3], headers=headers) as response:
+            return await client.result(promise), response.status
+
+    scored, status = ask(tmp_path, program)
+    assert isinstance(scored, bytes) and status == 400
 
 
 def test_a_body_may_be_too_large(tmp_path, monkeypatch):

@@ -83,6 +83,30 @@ def test_a_tensor_that_does_not_fit_its_shape_is_refused(tensor):
         wire.read_forward_backward(b"\x1a" + bytes([len(datum)]) + datum)
 
 
+@pytest.mark.parametrize("version", BODIES)
+def test_a_request_that_is_written_again_is_read_as_the_same(version):
+    asked = wire.read_forward_backward(bytes.fromhex(BODIES[version]))
+    again = wire.read_forward_backward(wire.request_of(asked))
+    assert (again.model_id, again.seq_id, again.loss_fn, again.config) == (
+        *(asked.model_id, asked.seq_id, asked.loss_fn),
+        asked.config,
+    )
+    for one, other in zip(again.data, asked.data, strict=True):
+        assert one.tokens == other.tokens and one.inputs.keys() == other.inputs.keys()
+        for name, tensor in one.inputs.items():
+            assert np.array_equal(tensor.dense(), other.inputs[name].dense())
+            assert (tensor.rows is None) is (other.inputs[name].rows is None)
+    assert wire.request_of(again) == wire.request_of(asked)
+
+
+def test_a_request_has_a_limit_for_all_its_tensors_together(monkeypatch):
+    monkeypatch.setattr(wire, "MAX_CELLS", 9)  # the two datums have 3 + 3 + 3, and 4 + 4
+    with pytest.raises(WireError, match="9 numbers"):
+        wire.read_forward_backward(bytes.fromhex(BODIES["0.25.0"]))
+    monkeypatch.setattr(wire, "MAX_CELLS", 17)
+    assert len(wire.read_forward_backward(bytes.fromhex(BODIES["0.25.0"])).data) == 2
+
+
 def parse(message):
     """Fields of a message, by number: a list of values each."""
     found, at = {}, 0

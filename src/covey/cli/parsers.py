@@ -105,6 +105,15 @@ def tinker_serve() -> argparse.ArgumentParser:
         "--api-key", metavar="KEY", help="what clients must send, tml-...; better in TINKER_API_KEY (on 127.0.0.1: any)"
     )
     add("--checkpoints", type=Path, default=Path("tinker-checkpoints"), metavar="DIR", help="(tinker-checkpoints)")
+    add(
+        "--durable",
+        type=int,
+        nargs="?",
+        const=1,
+        metavar="N",
+        help="a server that is killed and started again continues: programs that wait notice nothing; weights are"
+        " written every N optimizer steps (1)",
+    )
     add("--max-clients", type=int, default=8, metavar="N", help="training clients at once (8)")
     add("--max-rank", type=int, default=128, metavar="R", help="largest rank of an adapter (128)")
     add("--max-tokens", type=int, metavar="N", help="most tokens of a sequence (those of the model's context)")

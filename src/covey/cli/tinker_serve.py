@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 from covey.cli.parsers import tinker_serve
 from covey.cli.serving import check_port
+from covey.runtime.interrupts import Interrupts
 from covey.tinker.keys import KEY, checked_key
 
 DEFAULT_PORT = 8010
@@ -26,6 +27,8 @@ def main(argv: Sequence[str]) -> int:
         if not command:
             raise ValueError("after -- comes the command to run, such as: -- python train.py.")
     given = tinker_serve().parse_args(words)
+    if command and given.durable is not None:
+        raise ValueError("--durable is for programs that outlive their server; a command after -- ends with it.")
     key = checked_key(given.api_key or os.environ.get(KEY), given.host)
     port = given.port if given.port is not None else 0 if command else DEFAULT_PORT
     if port:
@@ -54,16 +57,30 @@ def run(given: argparse.Namespace, command: Sequence[str], port: int, key: str |
         "token_budget": given.token_budget,
         "max_tokens": given.max_tokens,
         "device": given.device,
+        "durable": given.durable,
         "log": lambda line: print(f"covey: {line}", file=log, flush=True),
+        "say": lambda line: print(f"covey: {line}", file=sys.stderr, flush=True),
     }
     with (
+        (ending := _Ending()).listening(),
         opened(given.model, settings, given.checkpoints, **options) as service,
         served(service, given.host, port, key) as url,
     ):
         size = bytes_of(service.base.model, AdapterSpec(rank=32))
         for line in [*greeting(settings, size), *([] if command else address(url, key))]:
             print(f"covey: {line}", file=sys.stderr, flush=True)
-        return run_command(command, url, key, place is not None) if command else wait()
+        try:
+            return run_command(command, url, key, place is not None) if command else wait()
+        finally:
+            ending.leaving = True
+
+
+class _Ending(Interrupts):
+    """Ctrl-C or SIGTERM ends the server, which saves states first; a second Ctrl-C ends the process."""
+
+    def on_request(self) -> str:
+        text = super().on_request()
+        return f"{text} after the operation that runs; Ctrl-C again stops at once" if self.count == 1 else text
 
 
 def greeting(settings: Any, size: int) -> Iterator[str]:
@@ -110,5 +127,5 @@ def _log(path: Path | None) -> Iterator[TextIO]:
     if path is None:
         yield sys.stderr
         return
-    with path.open("a") as file:
+    with path.open("a", encoding="utf-8") as file:
         yield file

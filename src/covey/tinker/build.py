@@ -17,6 +17,7 @@ from covey.policy.scoring import TokenScorer
 from covey.runtime.files import locked
 from covey.tinker.checkpoints import CheckpointStore
 from covey.tinker.errors import Refusal
+from covey.tinker.journal import FOLDER, DurableJournal
 from covey.tinker.keys import checked_key
 from covey.tinker.learner import Base
 from covey.tinker.server import served
@@ -54,9 +55,17 @@ def opened(
     token_budget: int = 2048,
     max_tokens: int | None = None,
     device: str | None = None,
+    durable: int | None = None,
     log: Callable[[str], None] = lambda line: None,
+    say: Callable[[str], None] | None = None,
 ) -> Iterator[TinkerService]:
-    """A service for a model, by its id or folder or loaded, within the context; Refusal if another has its folder."""
+    """A service for a model, by its id or folder or loaded, within the context; Refusal if another has its folder.
+
+    `durable`: what it accepts survives a kill, with weights that are written every so many optimizer steps. `log` takes
+    a line for each operation, `say` what whoever starts the server must know.
+    """
+    if durable is not None and durable < 1:
+        raise Refusal(f"durable={durable}: weights are written every so many optimizer steps, 1 or more.")
     model = load_policy(os.path.expanduser(model) if isinstance(model, str) else model)
     if sees_images(model.config):
         raise Refusal(f"{type(model).__name__} sees images, and this server reads text alone. Give a language model.")
@@ -86,9 +95,17 @@ def opened(
             raise Refusal(f"another server has --checkpoints {folder}: choose another folder. ({error})") from error
         store = CheckpointStore(folder)
         store.recover()
+        journal = None
+        if durable is not None:
+            numbers = sum(parameter.numel() for parameter in model.parameters())
+            server = {"parameters": numbers, "seed": settings.seed, "substitute": dict(settings.substitute)}
+            journal = DurableJournal(folder / FOLDER, durable, server, log)
+            stack.callback(journal.close)
+        elif (folder / FOLDER).exists():
+            (say or log)(f"{folder / FOLDER} has sessions of an earlier server, which --durable continues")
         worker = Worker(make_engine)
         stack.callback(worker.close)
-        yield TinkerService(settings, base, worker, store, ends, log)
+        yield TinkerService(settings, base, worker, store, ends, log, say, journal)
 
 
 @contextmanager
@@ -112,7 +129,7 @@ def serve(
         host, port: address to listen at; port 0 is any that is free.
         key: what clients send as TINKER_API_KEY; None for any on this machine.
         settings: limits and the like; its `names` are those of the model.
-        options: `token_budget`, `max_tokens`, `device`, `tokenizer` and `log` of `opened`.
+        options: `token_budget`, `max_tokens`, `device`, `tokenizer`, `durable`, `log` and `say` of `opened`.
 
     Raises:
         ValueError: another machine can reach `host` and there is no key, or the key does not begin with tml-.

@@ -109,14 +109,18 @@ class CheckpointStore:
         overwrite: bool = False,
         ttl: float | None = None,
         user_metadata: Mapping[str, Any] | None = None,
+        operation: str | None = None,
     ) -> str:
         """Save a client's state, the optimizer's with it if the kind is `weights`; its path.
 
         The folder appears under its name when it is whole; `recover` completes what a killed server began. Refusal if
-        there is one already; OSError if the disk takes no more.
+        there is one already, unless the same `operation` saved it: a server that was killed before it said so runs it
+        again. OSError if the disk takes no more.
         """
         home = self._run_folder(run.id) / kind
         place = home / name
+        if operation is not None and self._operation(place) == operation and damage(place) is None:
+            return f"tinker://{run.id}/{kind}/{name}"
         if place.exists() and not overwrite and not self._expired(place):
             raise Refusal(f"tinker://{run.id}/{kind}/{name} exists. Choose another name, or give overwrite=True.")
         now = time.time()
@@ -126,6 +130,7 @@ class CheckpointStore:
             "steps": learner.steps,
             "user_metadata": None if user_metadata is None else dict(user_metadata),
             "run": asdict(run),
+            "operation": operation,
         }
         with naming_disk_errors("a checkpoint", str(self.folder), "Then {remedy} and save again."):
             home.mkdir(parents=True, exist_ok=True)
@@ -136,7 +141,7 @@ class CheckpointStore:
                 save_file(learner.adapter.saved(), new / ADAPTER)
                 (new / ADAPTER_CONFIG).write_text(json.dumps(_peft_config(run, learner.adapter)))
                 if kind == "weights":
-                    save_file(_moments(learner), new / OPTIMIZER)
+                    save_file(moments_of(learner), new / OPTIMIZER)
                 (new / CHECKPOINT_FILE).write_text(json.dumps(noted))
                 seal(new)
                 shutil.rmtree(old, ignore_errors=True)
@@ -159,7 +164,7 @@ class CheckpointStore:
         if optimizer:
             if not (place / OPTIMIZER).exists():
                 raise Refusal(f"{path} holds no state of an optimizer. Load it without, or save one with save_state.")
-            _load_moments(learner, load_file(place / OPTIMIZER))
+            load_moments(learner, load_file(place / OPTIMIZER))
         return run, learner
 
     def adapter(self, run: TrainingRun, place: Path, model: Any) -> Adapter:
@@ -170,12 +175,7 @@ class CheckpointStore:
                 f"this checkpoint belongs to {run.base_model!r} with {run.numbers:,} parameters, and the model that is"
                 f" served here has {numbers:,}. Start the server with that model."
             )
-        saved = load_file(place / ADAPTER)
-        adapter = Adapter(run.spec, {})
-        for name, layer in layers_of(model, run.spec).items():
-            a, b = (saved[f"base_model.model.{name}.{kind}.weight"] for kind in ("lora_A", "lora_B"))
-            adapter.matrices[name] = nn.Parameter(a.to(layer.weight.device)), nn.Parameter(b.to(layer.weight.device))
-        return adapter
+        return adapter_of(model, run.spec, load_file(place / ADAPTER))
 
     def find(self, path: str) -> tuple[TrainingRun, Path]:
         """The run and the folder of a checkpoint; Refusal for one that is not here, damaged, or no path at all."""
@@ -236,6 +236,14 @@ class CheckpointStore:
             raise Refusal(f"{run_id!r} is no id of a training run.", 404)
         return self.folder / _folder_name(run_id)
 
+    def _operation(self, place: Path) -> str | None:
+        """The operation that saved the state in a folder, None where there is none."""
+        try:
+            found: str | None = json.loads((place / CHECKPOINT_FILE).read_text()).get("operation")
+        except (OSError, ValueError, AttributeError):
+            return None
+        return found
+
     def _expired(self, place: Path) -> bool:
         try:
             expires = json.loads((place / CHECKPOINT_FILE).read_text())["expires"]
@@ -266,7 +274,16 @@ def _folder_name(run_id: str) -> str:
     return run_id.replace(":", ".")
 
 
-def _moments(learner: Learner) -> dict[str, Tensor]:
+def adapter_of(model: Any, spec: AdapterSpec, saved: Mapping[str, Tensor]) -> Adapter:
+    """The adapter of tensors under the names that PEFT gives them."""
+    adapter = Adapter(spec, {})
+    for name, layer in layers_of(model, spec).items():
+        a, b = (saved[f"base_model.model.{name}.{kind}.weight"] for kind in ("lora_A", "lora_B"))
+        adapter.matrices[name] = nn.Parameter(a.to(layer.weight.device)), nn.Parameter(b.to(layer.weight.device))
+    return adapter
+
+
+def moments_of(learner: Learner) -> dict[str, Tensor]:
     """State of the optimizer by the names of its parameters; empty before the first step."""
     names = learner.adapter.named()
     states = learner.optimizer.state
@@ -277,7 +294,10 @@ def _moments(learner: Learner) -> dict[str, Tensor]:
     return tensors
 
 
-def _load_moments(learner: Learner, tensors: Mapping[str, Tensor]) -> None:
+def load_moments(learner: Learner, tensors: Mapping[str, Tensor]) -> None:
+    """Give a learner the steps and the optimizer's state that `moments_of` wrote."""
+    if "steps" in tensors:
+        learner.steps = int(tensors["steps"])
     for name, parameter in learner.adapter.named().items():
         state = {key: tensors[f"{name}/{key}"] for key in (*MOMENTS, "step") if f"{name}/{key}" in tensors}
         if state:

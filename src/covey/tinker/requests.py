@@ -1,6 +1,7 @@
 """Reading of JSON requests: each value is checked, and a refusal names it."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -15,6 +16,9 @@ from covey.tinker.wire import WireTensor
 
 Body = Mapping[str, Any]
 
+LARGEST = 1 << 63  # whole numbers are below it
+LONGEST = 100 * 365.25 * 86400.0  # seconds that anything is kept, at most
+MAX_TOKEN = 1 << 31  # ids of tokens are below it
 MAX_TOP = 100  # most tokens of a position that log-probs are given for
 _KINDS: dict[type, tuple[str, Any]] = {
     int: ("a whole number", int),
@@ -36,11 +40,25 @@ def value_of(body: Body, name: str, kind: type, default: Any = ..., least: float
     text, kinds = _KINDS[kind]
     right = isinstance(value, kinds) and (kind is bool or not isinstance(value, bool))
     if right and kind in (int, float):
-        right = math.isfinite(value) and value >= least
+        lowest = max(least, -LARGEST)
+        right = lowest <= value < LARGEST if isinstance(value, int) else math.isfinite(value) and value >= least
         text += "" if least == -math.inf else f", {least:g} or more"
     if not right:
         raise Refusal(f"{name}={value!r:.80} must be {text}.")
     return value
+
+
+def whole(text: str) -> int | None:
+    """The number that digits from 0 to 9 stand for; None for other text, or more than nine of them."""
+    return int(text) if re.fullmatch("[0-9]{1,9}", text) else None
+
+
+def lifetime(body: Body) -> float | None:
+    """Seconds that a saved state is kept; None for no end."""
+    seconds: float | None = value_of(body, "ttl_seconds", float, None, 0)
+    if seconds is not None and seconds > LONGEST:
+        raise Refusal(f"ttl_seconds={seconds:g}: at most {LONGEST:g} are possible; leave it out for no end.")
+    return seconds
 
 
 def adapter_spec(body: Body, seed: int, most: int) -> AdapterSpec:
@@ -146,7 +164,7 @@ def _stops(stop: Any, ends: set[int]) -> dict[str, Any]:
         return {"eos_token_id": []}
     if isinstance(given, list) and all(isinstance(one, str) and one for one in given):
         return {"stop": given}
-    if isinstance(given, list) and all(type(one) is int and one >= 0 for one in given):
+    if isinstance(given, list) and all(type(one) is int and 0 <= one < MAX_TOKEN for one in given):
         return {"eos_token_id": sorted({*given, *ends})}
     raise Refusal(f"stop={stop!r:.80} must be texts, or tokens, or [] for none.")
 
@@ -163,10 +181,8 @@ def _targets(given: Any, prompt: int, vocabulary: int) -> WireTensor | None:
         shape = tuple(map(int, numbers["shape"] or [len(values)]))
         rows, columns = (None if one is None else np.asarray(one, np.int64) for one in sparse)
         tensor = WireTensor(values, shape, rows, columns)
-        fits = len(shape) == 2 and shape[0] == prompt - 1 and 0 < shape[1] <= MAX_TOP
+        fits = len(shape) == 2 and shape[0] == prompt - 1 and 0 < shape[1] <= MAX_TOP and tensor.fits
         dense = tensor.dense(-1) if fits else values
-        if rows is not None and columns is not None:
-            fits = fits and len(rows) == shape[0] + 1 and len(values) == rows[-1] == len(columns)
     except (TypeError, ValueError, IndexError, OverflowError):
         raise Refusal("target_prompt_logprobs cannot be read as a tensor of whole numbers.") from None
     if not fits or dense.min(initial=0) < -1 or dense.max(initial=0) >= vocabulary:

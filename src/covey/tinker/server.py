@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from covey.runtime.user_code import format_error
 from covey.tinker.errors import Refusal
@@ -18,6 +19,8 @@ from covey.tinker.service import TinkerService
 from covey.tinker.wire import WireError, read_forward_backward
 
 MAX_BODY = 64 << 20  # bytes of a request
+READ = 60.0  # seconds in which a request's body must come
+LARGE = 1 << 20  # bytes of a body from which on it is read on a thread of its own
 POLL = 30.0  # seconds that a question for a result is held; the client waits 45
 SWEEP = 60.0  # seconds between looks for silent sessions
 API = "/api/v1"
@@ -86,6 +89,7 @@ class TinkerServer:
         app.router.add_route("*", "/{path:.*}", self._unknown)
         # A body that was refused is read on for as long as `lingering_time`, so that its client reads the refusal.
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, lingering_time=1.0)
+        await service.restore()
         await self._runner.setup()
         await web.TCPSite(self._runner, *self._address).start()
         host = self._address[0]
@@ -96,6 +100,7 @@ class TinkerServer:
     async def __aexit__(self, *raised: Any) -> None:
         self._sweeper.cancel()
         await self._runner.cleanup()
+        await self.service.stop()
 
     async def _sweep(self) -> None:
         while True:
@@ -117,7 +122,13 @@ class TinkerServer:
         except web.HTTPRequestEntityTooLarge:
             return _refused(f"a request has at most {MAX_BODY:,} bytes.", 413)
         except web.HTTPException as error:
-            return _refused(f"{request.method} {request.path}: {error.reason}.", error.status)
+            return _refused(f"{request.method} {request.path[:200]}: {error.reason}.", error.status)
+        except TimeoutError:
+            return _refused(f"the body did not come within {READ:.0f} seconds.", 408)
+        except (web.RequestPayloadError, HttpProcessingError, ConnectionError) as error:
+            return _refused(f"the body cannot be read: {format_error(error)}", 400)
+        except (UnicodeError, OverflowError, RecursionError) as error:
+            return _refused(f"the request cannot be read: {format_error(error)}", 400)
         except Exception as error:  # a mistake of the server: the client repeats such requests
             return _refused(format_error(error), 500)
 
@@ -127,7 +138,8 @@ class TinkerServer:
         if "Origin" in request.headers:
             return _refused("pages in a browser are not served.", 403)
         key = request.headers.get("X-API-Key", "")
-        right = key.startswith("tml-") if self._key is None else hmac.compare_digest(key.encode(), self._key.encode())
+        given = key.encode("utf-8", "surrogateescape")  # as it came
+        right = key.startswith("tml-") if self._key is None else hmac.compare_digest(given, self._key.encode())
         if not right:
             return _refused("the API key is wrong: set TINKER_API_KEY to the server's.", 401)
         local = self._address[0] in ("127.0.0.1", "localhost", "::1")
@@ -151,7 +163,10 @@ class TinkerServer:
     async def _forward_backward(self, request: web.Request) -> web.StreamResponse:
         if request.content_type != PROTOBUF:
             raise Refusal("forward_backward is read as protobuf, which clients from 0.25.0 on send. Update `tinker`.")
-        return web.json_response(self.service.forward_backward(read_forward_backward(await request.read())))
+        data = await _read(request)
+        if len(data) < LARGE:
+            return web.json_response(self.service.forward_backward(read_forward_backward(data)))
+        return web.json_response(self.service.forward_backward(await asyncio.to_thread(read_forward_backward, data)))
 
     async def _retrieve(self, request: web.Request) -> web.StreamResponse:
         result = await self.service.retrieve_future(await _body(request), POLL)
@@ -190,8 +205,14 @@ def _refused(text: str, status: int) -> web.Response:
     return web.json_response({"detail": text}, status=status)
 
 
+async def _read(request: web.Request) -> bytes:
+    """A request's body; TimeoutError for one that stops halfway."""
+    async with asyncio.timeout(READ):
+        return await request.read()
+
+
 async def _body(request: web.Request) -> dict[str, Any]:
-    data = await request.read()
+    data = await _read(request)
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:

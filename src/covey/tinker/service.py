@@ -5,26 +5,59 @@ that computes is a job of the worker.
 """
 
 import asyncio
+import json
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
+from torch import Tensor
+
+from covey.engines.native.adapter_engine import LowRank
 from covey.runtime.process_memory import is_out_of_memory
+from covey.runtime.safe_text import printable
 from covey.tinker import requests
 from covey.tinker.adapter import Adapter
-from covey.tinker.checkpoints import Checkpoint, CheckpointStore, TrainingRun, checked_name
+from covey.tinker.checkpoints import (
+    Checkpoint,
+    CheckpointStore,
+    TrainingRun,
+    adapter_of,
+    checked_name,
+    load_moments,
+    moments_of,
+)
 from covey.tinker.errors import Refusal
+from covey.tinker.journal import (
+    DONE,
+    FAILED,
+    NOT_RUN,
+    ClientEntry,
+    Entry,
+    Journal,
+    Result,
+    SamplerEntry,
+    Sent,
+    snapshot_file,
+)
 from covey.tinker.learner import Base, Learner
-from covey.tinker.losses import HOSTED_ONLY, LOSSES, loss_of
-from covey.tinker.requests import Body, value_of
+from covey.tinker.losses import HOSTED_ONLY, LOSSES, Loss, loss_of
+from covey.tinker.requests import Body, lifetime, value_of, whole
 from covey.tinker.sampling import answered, engine_request, scores_prompt, seed_of
-from covey.tinker.state import PATIENCE, Operation, Promises, Result, Sequencer
-from covey.tinker.wire import ForwardBackward, write_forward_backward, write_sampled
+from covey.tinker.state import PATIENCE, Operation, Promises, Sequencer, failed
+from covey.tinker.wire import (
+    ForwardBackward,
+    read_forward_backward,
+    request_of,
+    write_forward_backward,
+    write_sampled,
+)
 from covey.tinker.work import WeightSnapshot, Worker
 
 SILENT = 3600.0  # seconds without a request after which a session ends
@@ -32,6 +65,7 @@ KEPT_SAMPLERS = 8  # unnamed samplers of a training client that can be sampled f
 MOST_SAMPLES = 1024  # of one request
 METADATA = 16 << 10  # most characters of a request's metadata
 NEWEST_TESTED = (0, 38)  # version of the client
+CHANGING = ("create_model", "load_weights", "optim_step")  # operations after which weights are others
 
 
 @dataclass(frozen=True)
@@ -80,6 +114,7 @@ class Sampler:
     number: int  # within its session
     path: str | None = None
     snapshot: WeightSnapshot | None = None  # None: the model alone
+    client: str | None = None  # whose unnamed sampler it is
     gone: str | None = None  # why it cannot be sampled from any more
 
 
@@ -94,15 +129,22 @@ class TinkerService:
         store: CheckpointStore,
         ends: set[int],
         log: Callable[[str], None] = lambda line: None,
+        say: Callable[[str], None] | None = None,
+        journal: Journal | None = None,
     ):
+        """`log` takes a line for each operation, `say` what whoever started the server must know (else `log`)."""
         self.settings, self.base, self.worker, self.store = settings, base, worker, store
-        self.promises = Promises()
+        self.journal = journal or Journal()
+        self.promises = Promises(self.journal)
         self.clients: dict[str, Trained] = {}
         self.samplers: dict[str, Sampler] = {}
         self.sessions: dict[str, Session] = {}
         self.downloads: dict[str, tuple[Any, float]] = {}  # by key: a folder, and until when
         self._snapshots = WeakValueDictionary[str, WeightSnapshot]()  # of saved states, while a sampler uses them
-        self._ends, self._log = ends, log
+        self._ends = ends
+        told = say or log
+        self._log: Callable[[str], None] = lambda line: log(printable(line))
+        self._say: Callable[[str], None] = lambda line: told(printable(line))
         self._sampling = 0
         self._started = time.strftime("%H:%M:%S")
         self._numbers = sum(parameter.numel() for parameter in base.model.parameters())
@@ -114,6 +156,7 @@ class TinkerService:
         _check_metadata(body)
         session = Session(secrets.token_hex(8), version, time.monotonic())
         self.sessions[session.id] = session
+        self.journal.begin(session.id, version)
         answer = {"type": "create_session", "session_id": session.id}
         if _version(version) > NEWEST_TESTED:
             tested = ".".join(map(str, NEWEST_TESTED))
@@ -139,28 +182,48 @@ class TinkerService:
             if time.monotonic() - session.seen > SILENT:
                 await self._end(session)
 
+    async def stop(self) -> None:
+        """Free everything at the end of the server. States that nothing has saved are saved first.
+
+        Operations that have not begun are not run. With a journal another server runs them.
+        """
+        self.journal.close()
+        for trained in self.clients.values():
+            trained.sequencer.close(at_once=True)
+        self.worker.drop_waiting()
+        for session in list(self.sessions.values()):
+            await self._end(session)
+
     async def _end(self, session: Session) -> None:
         """Free a session's clients and samplers. A state that nothing has saved is saved first."""
         self.sessions.pop(session.id, None)
         for model_id in session.clients:
             trained = self.clients.pop(model_id, None)
-            if trained is None:
-                continue
-            trained.sequencer.close()
-            await trained.sequencer.ended()
-            if trained.learner is not None and trained.learner.steps > trained.saved_at:
-                name = f"unsaved-{trained.learner.steps:06d}"
-                job = self._save_job(trained, "weights", name, {"overwrite": True})
-                try:
-                    path = (await asyncio.wrap_future(self.worker.run(job)))["path"]
-                    self._log(f"session {session.id} had not saved {model_id}: its state is {path}")
-                except Exception as error:  # whatever it is, the rest of the session is freed
-                    self._log(f"session {session.id}: the state of {model_id} could not be saved: {error}")
+            if trained is not None:
+                trained.sequencer.close()
+                await trained.sequencer.ended()
+                await self._save_unsaved(trained)
         for sampler_id in session.samplers:
             self._drop_sampler(sampler_id)
             self.samplers.pop(sampler_id, None)
         self.promises.drop(session.id)
+        self.journal.end(session.id)
         self._log(f"session {session.id} ends")
+
+    async def _save_unsaved(self, trained: Trained) -> None:
+        """Save a state that nothing has saved, and say where."""
+        learner = trained.learner
+        if learner is None or learner.steps <= trained.saved_at:
+            return
+        name = f"unsaved-{learner.steps:06d}"
+        job = self._save_job(trained, "weights", name, {"overwrite": True})
+        try:
+            path = (await asyncio.wrap_future(self.worker.run(job)))["path"]
+        except Exception as error:  # whatever it is, the rest of the session is freed
+            self._say(f"the state of {trained.run.id} after {learner.steps} steps could not be saved: {error}")
+        else:
+            place = self.store.find(path)[1]
+            self._say(f"{trained.run.id} had not saved its state after {learner.steps} steps: it is {path} ({place})")
 
     def _session(self, body: Body) -> Session:
         return self._known_session(value_of(body, "session_id", str))
@@ -182,9 +245,9 @@ class TinkerService:
 
     def create_model(self, body: Body) -> dict[str, Any]:
         session, number = self._session(body), value_of(body, "model_seq_id", int, least=0)
-        model_id = f"{session.id}:train:{number}"
-        if (promise := self.promises.get(f"{model_id}/0")) is not None:
-            return promise.acknowledgement
+        model_id, sent = f"{session.id}:train:{number}", Sent.of("create_model", body)
+        if (known := self.promises.repeated(f"{model_id}/0", sent)) is not None:
+            return known
         name = self._served(value_of(body, "base_model", str))
         seed = seed_of(self.settings.seed, "adapter", number)
         spec = requests.adapter_spec(body, seed, self.settings.max_rank)
@@ -196,15 +259,15 @@ class TinkerService:
             self.store.note(run)
             return {"type": "create_model", "model_id": model_id}
 
-        return self._begin(trained, make)
+        return self._queue(trained, 0, sent, "create_model", make)
 
     def load_weights(self, body: Body) -> dict[str, Any]:
         if body.get("model_id") is not None:
             return self._load_into(body)
         session, number = self._session(body), value_of(body, "model_seq_id", int, least=0)
-        model_id = f"{session.id}:train:{number}"
-        if (promise := self.promises.get(f"{model_id}/0")) is not None:
-            return promise.acknowledgement
+        model_id, sent = f"{session.id}:train:{number}", Sent.of("load_weights", body)
+        if (known := self.promises.repeated(f"{model_id}/0", sent)) is not None:
+            return known
         path = value_of(body, "path", str)
         saved, _ = self.store.find(path)
         if saved.spec.rank > self.settings.max_rank:
@@ -220,7 +283,7 @@ class TinkerService:
             self.store.note(run)
             return {"type": "load_weights", "path": path, "model_id": model_id}
 
-        return self._begin(trained, load)
+        return self._queue(trained, 0, sent, "create_model", load)
 
     def _load_into(self, body: Body) -> dict[str, Any]:
         """The older form: replace the state of a client that exists."""
@@ -234,7 +297,7 @@ class TinkerService:
             trained.learner, trained.saved_at, trained.broken = learner, learner.steps, None
             return {"type": "load_weights", "path": path, "model_id": trained.run.id}
 
-        return self._queue(trained, body, "load_weights", load)
+        return self._queue(trained, _number(body), Sent.of("load_weights", body), "load_weights", load)
 
     def get_info(self, body: Body) -> dict[str, Any]:
         run = self._client(body).run
@@ -249,15 +312,19 @@ class TinkerService:
         }
 
     def unload_model(self, body: Body) -> dict[str, Any]:
+        model_id, sent = value_of(body, "model_id", str), Sent.of("unload_model", body)
+        if (known := self.promises.repeated(f"{model_id}/unload", sent)) is not None:
+            return known
         trained = self._client(body)
         trained.sequencer.close()
-        del self.clients[trained.run.id]
-        model_id = trained.run.id
+        del self.clients[model_id]
 
         async def gone() -> Result:
             return {"type": "unload_model", "model_id": model_id}
 
-        return self.promises.make(f"{model_id}/unload", trained.session, gone).acknowledgement
+        promise = self.promises.make(f"{model_id}/unload", trained.session, sent, work=gone)
+        self.journal.end_client(model_id)
+        return promise.acknowledgement
 
     def forward_backward(self, asked: ForwardBackward) -> dict[str, Any]:
         trained = self._client({"model_id": asked.model_id})
@@ -265,8 +332,7 @@ class TinkerService:
 
         def score() -> bytes:
             assert trained.learner is not None, "the client was made"
-            name = self.settings.substitute.get(asked.loss_fn, asked.loss_fn)
-            loss, config = loss_of(name, asked.config)
+            loss, config = self._loss(asked)
             run = trained.learner.forward if asked.forward_only else trained.learner.forward_backward
             try:
                 scored = run(asked.data, loss, config)
@@ -277,25 +343,32 @@ class TinkerService:
                         f" once; start the server with --token-budget {self.base.token_budget // 2}."
                     ) from error
                 raise
-            metrics = scored.metrics | ({} if name == asked.loss_fn else {"substituted:unique": 1.0})
-            return write_forward_backward(scored.logprobs, metrics)
+            substituted = asked.loss_fn in self.settings.substitute
+            return write_forward_backward(
+                scored.logprobs, scored.metrics | ({"substituted:unique": 1.0} if substituted else {})
+            )
 
         tokens = sum(len(datum.tokens) for datum in asked.data)
         size = f"{len(asked.data)} datums, {tokens:,} tokens"
-        return self._queue(trained, {"seq_id": asked.seq_id}, kind, score, size)
+        sent = Sent.of("forward_backward", request_of(asked))
+        return self._queue(trained, _number({"seq_id": asked.seq_id}), sent, kind, score, size)
+
+    def _loss(self, asked: ForwardBackward) -> tuple[Loss, dict[str, float]]:
+        return loss_of(self.settings.substitute.get(asked.loss_fn, asked.loss_fn), asked.config)
 
     def optim_step(self, body: Body) -> dict[str, Any]:
         trained = self._client(body)
+        step = partial(self._step, trained, body)
+        return self._queue(trained, _number(body), Sent.of("optim_step", body), "optim_step", step)
 
-        def step() -> dict[str, Any]:
-            assert trained.learner is not None, "the client was made"
-            if trained.broken is not None:
-                broken, trained.broken = trained.broken, None
-                trained.learner.forget()
-                raise Refusal(f"optim_step was not run: {broken} Its gradients were dropped.")
-            return {"metrics": trained.learner.step(requests.adam_params(body))}
-
-        return self._queue(trained, body, "optim_step", step)
+    def _step(self, trained: Trained, body: Body) -> dict[str, Any]:
+        """Take a step of the optimizer, unless a request before it failed."""
+        assert trained.learner is not None, "the client was made"
+        if trained.broken is not None:
+            broken, trained.broken = trained.broken, None
+            trained.learner.forget()
+            raise Refusal(f"optim_step was not run: {broken} Its gradients were dropped.")
+        return {"metrics": trained.learner.step(requests.adam_params(body))}
 
     def _new_client(self, session: Session, run: TrainingRun, number: int) -> Trained:
         if len(self.clients) >= self.settings.max_clients:
@@ -303,23 +376,23 @@ class TinkerService:
                 f"{len(self.clients)} training clients are open, which is this server's limit. End a program, or start"
                 f" the server with --max-clients {2 * self.settings.max_clients}."
             )
-        trained = Trained(run, session.id, number, Sequencer(patience=self.settings.patience), seen=time.monotonic())
-        trained.sequencer.on_end = lambda number, kind, failure: self._ended(trained, number, kind, failure)
-        trained.sequencer.next = 0  # its making
+        return self._add_client(session, run, number)
+
+    def _add_client(self, session: Session, run: TrainingRun, number: int) -> Trained:
+        sequencer = Sequencer(self.promises, patience=self.settings.patience)
+        trained = Trained(run, session.id, number, sequencer, seen=time.monotonic())
+        sequencer.on_end = lambda number, kind, failure: self._ended(trained, number, kind, failure)
+        sequencer.next = 0  # its making
         self.clients[run.id] = trained
         session.clients.append(run.id)
         return trained
-
-    def _begin(self, trained: Trained, job: Callable[[], Result]) -> dict[str, Any]:
-        """Queue the making of a client, which is its operation 0."""
-        return self._queue(trained, {"seq_id": 0}, "create_model", job)
 
     def _ended(self, trained: Trained, number: int, kind: str, failure: Exception | None) -> None:
         if failure is None:
             return
         self._log(f"{trained.run.id} {kind} {number} failed: {failure}")
         if kind == "forward_backward":
-            trained.broken = trained.broken or f'{kind} {number} failed ("{failure}").'
+            _break(trained, number, str(failure))
         if kind == "create_model":
             self.clients.pop(trained.run.id, None)
 
@@ -334,7 +407,8 @@ class TinkerService:
     def _queue(
         self,
         trained: Trained,
-        body: Body,
+        number: int,
+        sent: Sent,
         kind: str,
         job: Callable[[], Any],
         size: str = "",
@@ -344,20 +418,26 @@ class TinkerService:
 
         `job` computes, on the worker's thread; `then` makes the answer of what it returned, on the event loop.
         """
-        number = value_of(body, "seq_id", int, least=0)
         request_id = f"{trained.run.id}/{number}"
-        if (known := self.promises.get(request_id)) is not None:
-            return known.acknowledgement
+        if (known := self.promises.repeated(request_id, sent)) is not None:
+            return known
         asked = time.monotonic()
+
+        def run() -> tuple[Any, ClientEntry | None]:
+            result = job()
+            return result, self._kept(trained, number, kind) if kind in CHANGING else None
 
         async def work() -> Result:
             began = time.monotonic()
-            result = then(await asyncio.wrap_future(self.worker.run(job)))
+            computed, kept = await asyncio.wrap_future(self.worker.run(run))
+            result = then(computed)
+            if kept is not None:
+                self.journal.advance(request_id, result, kept)
             took = time.monotonic() - began
             self._log(f"{trained.run.id} {kind} {number}: {size or 'done'}, {took:.2f} s after {began - asked:.2f} s")
             return result
 
-        promise = self.promises.make(request_id, trained.session)
+        promise = self.promises.make(request_id, trained.session, sent, client=trained.run.id, number=number)
         try:
             trained.sequencer.add(number, Operation(kind, work, promise))
         except Refusal:
@@ -365,20 +445,113 @@ class TinkerService:
             raise
         return promise.acknowledgement
 
+    # ---- what an earlier server left ---------------------------------------------------------------------------------
+
+    async def restore(self) -> None:
+        """Continue what a server that was killed had accepted; Refusal if its files cannot be read."""
+        past = self.journal.past()
+        for session_id, version in past.sessions:
+            self.sessions[session_id] = Session(session_id, version, time.monotonic())
+        for client in past.clients:
+            await self._restore_client(client, [one for one in past.requests if one.client == client.run.id])
+        for sampler in past.samplers:
+            await self._restore_sampler(sampler)
+        for entry in past.requests:
+            if entry.outcome is None:
+                self._accept_again(entry)
+            elif not entry.dropped:
+                self.promises.restore(entry)
+        if past.sessions:
+            waiting = sum(entry.outcome is None for entry in past.requests)
+            sessions, clients = len(past.sessions), len(past.clients)
+            self._say(f"continues {sessions} sessions, {clients} training clients and {waiting} requests")
+
+    async def _restore_client(self, client: ClientEntry, entries: list[Entry]) -> None:
+        """A client as it was: its newest weights, and what it has done since then once more."""
+        trained = self._add_client(self.sessions[client.session], client.run, client.number)
+        trained.saved_at = client.saved_at
+        ended = [entry for entry in entries if entry.outcome is not None]
+        trained.sequencer.next = 1 + max([client.through, *(entry.number for entry in ended)])
+        since = sorted((entry for entry in ended if entry.number > client.through), key=lambda entry: entry.number)
+        await asyncio.wrap_future(self.worker.run(partial(self._repeat, trained, client.weights, since)))
+
+    def _repeat(self, trained: Trained, weights: str, entries: Iterable[Entry]) -> None:
+        """Load weights, and run operations that were run after them. Their results are known already."""
+        tensors = self.journal.read(weights)
+        trained.learner = learner = Learner(self.base, adapter_of(self.base.model, trained.run.spec, tensors))
+        load_moments(learner, tensors)
+        for entry in entries:
+            if entry.sent.route == "optim_step" and entry.outcome != NOT_RUN:
+                with suppress(Refusal, FloatingPointError):  # as before
+                    self._step(trained, json.loads(entry.sent.body))
+            elif entry.sent.route == "forward_backward":
+                asked = read_forward_backward(entry.sent.body)
+                if asked.forward_only:
+                    continue
+                if entry.outcome == DONE:
+                    learner.forward_backward(asked.data, *self._loss(asked))
+                else:
+                    assert isinstance(entry.result, dict), "a failure is told in words"
+                    _break(trained, entry.number, entry.result["error"])
+
+    async def _restore_sampler(self, entry: SamplerEntry) -> None:
+        sampler = Sampler(entry.id, entry.session, entry.number, entry.path, client=entry.client, gone=entry.gone)
+        if entry.snapshot is not None and entry.gone is None:
+            sampler.snapshot = self._snapshots.get(entry.snapshot)
+            if sampler.snapshot is None:
+                read = partial(self.journal.read, snapshot_file(entry.id))
+                low_rank = _paired(await asyncio.wrap_future(self.worker.run(read)), self.base)
+                sampler.snapshot = self._snapshots.setdefault(entry.snapshot, WeightSnapshot(entry.snapshot, low_rank))
+        self.samplers[entry.id] = sampler
+        self.sessions[entry.session].samplers.append(entry.id)
+        if entry.client in self.clients and entry.gone is None:
+            self.clients[entry.client].samplers.append(entry.id)
+
+    def _accept_again(self, entry: Entry) -> None:
+        """Accept a request once more that was accepted and has no result; one that is refused now fails."""
+        try:
+            if entry.sent.route == "forward_backward":
+                self.forward_backward(read_forward_backward(entry.sent.body))
+            else:
+                getattr(self, entry.sent.route)(json.loads(entry.sent.body))
+        except Refusal as error:
+            more = {name: value for name, value in entry.acknowledgement.items() if name != "request_id"}
+            promise = self.promises.make(
+                entry.id, entry.session, entry.sent, client=entry.client, number=entry.number, **more
+            )
+            self.promises.settle(promise, failed(str(error), "user"), FAILED)
+
+    def _kept(self, trained: Trained, number: int, kind: str) -> ClientEntry | None:
+        """Write a client's weights after an operation; None where none are due or kept."""
+        learner = trained.learner
+        assert learner is not None, "the client was made"
+        if kind == "optim_step" and not self.journal.is_due(learner.steps):
+            return None
+        try:
+            file = self.journal.weights(trained.run.id, number, lambda: learner.adapter.saved() | moments_of(learner))
+        except OSError as error:
+            if kind != "optim_step":  # which can be run again
+                raise
+            self._log(f"the state of {trained.run.id} could not be written: {error}")
+            return None
+        if file is None:
+            return None
+        return ClientEntry(trained.run, trained.session, trained.number, trained.saved_at, number, file)
+
     # ---- saved states ------------------------------------------------------------------------------------------------
 
     def save_weights(self, body: Body) -> dict[str, Any]:
-        return self._save(body, "weights")
+        return self._save("save_weights", body, "weights")
 
     def save_weights_external(self, body: Body) -> dict[str, Any]:
         if body.get("age_encryption_recipients"):
             raise Refusal("age_encryption_recipients: files are not encrypted here. Leave it out.")
-        return self._save(body, "external_weights")
+        return self._save("save_weights_external", body, "external_weights")
 
     def save_weights_for_sampler(self, body: Body) -> dict[str, Any]:
         trained = self._client(body)
         if body.get("path") is not None:
-            return self._save(body, "sampler_weights")
+            return self._save("save_weights_for_sampler", body, "sampler_weights")
         if (kind := value_of(body, "kind", str, "snapshot")) not in ("snapshot", "inflight"):
             raise Refusal(f"kind={kind!r} is not known; it is snapshot or inflight.")
         session = self.sessions[trained.session]
@@ -387,29 +560,38 @@ class TinkerService:
 
         def freeze() -> WeightSnapshot:
             assert trained.learner is not None, "the client was made"
-            return WeightSnapshot(sampler_id, trained.learner.adapter.frozen())
+            frozen = trained.learner.adapter.frozen()
+            self.journal.snapshot(sampler_id, lambda: _flat(frozen))
+            return WeightSnapshot(sampler_id, frozen)
 
         def keep(snapshot: WeightSnapshot) -> dict[str, Any]:
-            self.samplers[sampler_id] = Sampler(sampler_id, session.id, number, snapshot=snapshot)
-            session.samplers.append(sampler_id)
+            made = Sampler(sampler_id, session.id, number, snapshot=snapshot, client=trained.run.id)
+            self._add_sampler(session, made)
             trained.samplers.append(sampler_id)
             for old in trained.samplers[:-KEPT_SAMPLERS]:
                 self._drop_sampler(old, f"only the newest {KEPT_SAMPLERS} unnamed samplers of a client are kept")
             del trained.samplers[:-KEPT_SAMPLERS]
             return {"type": "save_weights_for_sampler", "sampling_session_id": sampler_id}
 
-        return self._queue(trained, body, "save_weights_for_sampler", freeze, then=keep)
+        sent = Sent.of("save_weights_for_sampler", body)
+        return self._queue(trained, _number(body), sent, "save_weights_for_sampler", freeze, then=keep)
 
-    def _save(self, body: Body, kind: str) -> dict[str, Any]:
-        trained = self._client(body)
-        number = value_of(body, "seq_id", int, least=0)
+    def _save(self, route: str, body: Body, kind: str) -> dict[str, Any]:
+        trained, number = self._client(body), _number(body)
         name = value_of(body, "path", str, f"{number:06d}")
         options = {
-            "ttl": value_of(body, "ttl_seconds", float, None, 0),
+            "ttl": lifetime(body),
             "overwrite": value_of(body, "overwrite", bool, False),
             "user_metadata": _check_metadata(body) if body.get("user_metadata") is not None else None,
+            "operation": f"{trained.run.id}/{number}",
         }
-        return self._queue(trained, body, f"save {kind}", self._save_job(trained, kind, name, options))
+
+        def noted(result: dict[str, Any]) -> dict[str, Any]:
+            self.journal.saved(trained.run.id, trained.saved_at)
+            return result
+
+        job = self._save_job(trained, kind, name, options)
+        return self._queue(trained, number, Sent.of(route, body), f"save {kind}", job, then=noted)
 
     def _save_job(
         self, trained: Trained, kind: str, name: str, options: dict[str, Any]
@@ -440,7 +622,7 @@ class TinkerService:
         return {}
 
     def keep_checkpoint(self, run_id: str, checkpoint: str, body: Body) -> dict[str, Any]:
-        self.store.keep(f"tinker://{run_id}/{checkpoint}", value_of(body, "ttl_seconds", float, None, 0))
+        self.store.keep(f"tinker://{run_id}/{checkpoint}", lifetime(body))
         return {}
 
     def weights_info(self, body: Body) -> dict[str, Any]:
@@ -476,15 +658,25 @@ class TinkerService:
     async def create_sampling_session(self, body: Body) -> dict[str, Any]:
         session = self._session(body)
         number = value_of(body, "sampling_session_seq_id", int, least=0)
-        sampler_id = f"{session.id}:sample:{number}"
+        sampler_id, path = f"{session.id}:sample:{number}", value_of(body, "model_path", str, None)
+        if path is None:
+            self._served(value_of(body, "base_model", str))
         if sampler_id not in self.samplers:
-            path = value_of(body, "model_path", str, None)
-            if path is None:
-                self._served(value_of(body, "base_model", str))
             snapshot = None if path is None else await self._snapshot_of(path)
-            self.samplers[sampler_id] = Sampler(sampler_id, session.id, number, path, snapshot)
-            session.samplers.append(sampler_id)
+            if snapshot is not None:
+                flat = partial(_flat, snapshot.low_rank)
+                await asyncio.wrap_future(self.worker.run(partial(self.journal.snapshot, sampler_id, flat)))
+            self._known_session(session.id)  # it may have ended meanwhile
+            if sampler_id not in self.samplers:  # a repeated request may have been faster
+                self._add_sampler(session, Sampler(sampler_id, session.id, number, path, snapshot))
+        if (self.samplers[sampler_id].path, self.samplers[sampler_id].client) != (path, None):
+            raise Refusal(f"{sampler_id!r} is another sampler: two programs use one session. Let each create its own.")
         return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
+
+    def _add_sampler(self, session: Session, sampler: Sampler) -> None:
+        self.samplers[sampler.id] = sampler
+        session.samplers.append(sampler.id)
+        self.journal.sampler(_noted(sampler))
 
     def sampler(self, sampler_id: str) -> dict[str, Any]:
         sampler = self._sampler(sampler_id)
@@ -493,10 +685,10 @@ class TinkerService:
     def asample(self, body: Body) -> dict[str, Any]:
         sampler = self._sampler(value_of(body, "sampling_session_id", str))
         self._known_session(sampler.session)
-        number = value_of(body, "seq_id", int, least=0)
+        number, sent = _number(body), Sent.of("asample", body)
         request_id = f"{sampler.id}/{number}"
-        if (promise := self.promises.get(request_id)) is not None:
-            return promise.acknowledgement
+        if (known := self.promises.repeated(request_id, sent)) is not None:
+            return known
         if sampler.gone is not None:
             raise Refusal(f"the sampler {sampler.id!r} has gone: {sampler.gone}. Save the weights again.", 410)
         if self._sampling >= self.settings.max_waiting:
@@ -522,7 +714,10 @@ class TinkerService:
             return write_sampled(answer)
 
         ids = [f"{request_id}/{one}" for one in range(asked.n)]
-        return self.promises.make(request_id, sampler.session, sample, sample_sequence_ids=ids).acknowledgement
+        promise = self.promises.make(
+            request_id, sampler.session, sent, number=number, work=sample, sample_sequence_ids=ids
+        )
+        return promise.acknowledgement
 
     async def _snapshot_of(self, path: str) -> WeightSnapshot:
         """The weights of a checkpoint; samplers of one state share them, but not of one that replaced it."""
@@ -550,6 +745,7 @@ class TinkerService:
         if sampler is None:
             return
         sampler.snapshot, sampler.gone = None, why
+        self.journal.sampler(_noted(sampler))
 
     # ---- promises and the server -------------------------------------------------------------------------------------
 
@@ -604,9 +800,38 @@ def _check_metadata(body: Body) -> dict[str, Any]:
     return given
 
 
+def _number(body: Body) -> int:
+    """The number of an operation, or of a request of samples."""
+    number: int = value_of(body, "seq_id", int, least=0)
+    return number
+
+
+def _break(trained: Trained, number: int, why: str) -> None:
+    """Note that a forward_backward failed, so that the step after it is not taken."""
+    trained.broken = trained.broken or f'forward_backward {number} failed ("{why}").'
+
+
+def _noted(sampler: Sampler) -> SamplerEntry:
+    snapshot = None if sampler.snapshot is None else sampler.snapshot.name
+    return SamplerEntry(
+        sampler.id, sampler.session, sampler.number, sampler.client, sampler.path, snapshot, sampler.gone
+    )
+
+
+def _flat(low_rank: LowRank) -> dict[str, Tensor]:
+    """The matrices of an adapter by their own names."""
+    return {f"{name}/{kind}": one for name, pair in low_rank.items() for kind, one in zip("AB", pair, strict=True)}
+
+
+def _paired(tensors: Mapping[str, Tensor], base: Base) -> LowRank:
+    """The opposite of `_flat`, on the model's device."""
+    names = [name.removesuffix("/A") for name in tensors if name.endswith("/A")]
+    return {name: (tensors[f"{name}/A"].to(base.device), tensors[f"{name}/B"].to(base.device)) for name in names}
+
+
 def _version(text: str) -> tuple[int, ...]:
-    parts = text.split(".")[:2]
-    return tuple(int(part) for part in parts) if all(part.isdigit() for part in parts) else ()
+    parts = [whole(part) for part in text.split(".")[:2]]
+    return tuple(part for part in parts if part is not None) if None not in parts else ()
 
 
 def _time(seconds: float) -> str:
@@ -630,7 +855,7 @@ def _listed(one: Checkpoint) -> dict[str, Any]:
 
 def _page(items: list[Any], query: Mapping[str, str]) -> tuple[list[Any], dict[str, int]]:
     offset, limit = (
-        int(query[name]) if query.get(name, "").isdigit() else default
+        default if (given := whole(query.get(name, ""))) is None else given
         for name, default in (("offset", 0), ("limit", 100))
     )
     return items[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(items)}

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-MAX_CELLS = 1 << 26  # most numbers of one tensor, sparse ones counted as if they were dense
+MAX_CELLS = 1 << 27  # most numbers of a request's tensors, sparse ones counted as if they were dense
+MAX_DIMENSIONS = 8
 NO_TOKEN = (0, -99999.0)  # id and log-prob of an empty cell among the most probable tokens
 
 _VARINT, _EIGHT, _BYTES, _FOUR = 0, 1, 2, 5  # kinds of fields
@@ -46,6 +47,19 @@ class WireTensor:
         filled = np.full(self.shape, fill, self.values.dtype)
         filled[np.repeat(np.arange(self.shape[0]), np.diff(self.rows)), self.columns] = self.values
         return filled
+
+    @property
+    def fits(self) -> bool:
+        """True if the values, and the rows and columns of a sparse tensor, are those of its shape."""
+        if any(size < 0 for size in self.shape):
+            return False
+        if self.rows is None or self.columns is None:
+            return self.rows is self.columns and math.prod(self.shape) == len(self.values)
+        rows, columns = self.rows, self.columns
+        if len(self.shape) != 2 or len(rows) != self.shape[0] + 1 or rows[0] != 0:
+            return False
+        inside = (rows[:-1] <= rows[1:]).all() and ((columns >= 0) & (columns < self.shape[1])).all()
+        return bool(inside) and len(columns) == len(self.values) == rows[-1]
 
 
 @dataclass(frozen=True)
@@ -102,7 +116,7 @@ class Sampled:
 
 def read_forward_backward(body: bytes) -> ForwardBackward:
     """Read a request; WireError for bytes that are none."""
-    model_id, seq_id, data, loss_fn, forward_only = "", 0, list[Datum](), "", False
+    model_id, seq_id, data, loss_fn, forward_only, cells = "", 0, list[Datum](), "", False, 0
     numbers: dict[str, float | str] = {}
     newer: dict[str, float | str] = {}
     for number, kind, value in _fields(memoryview(body)):
@@ -112,6 +126,9 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
             seq_id = _integer(kind, value)
         elif number == 3:
             data.append(_datum(_inner(kind, value)))
+            cells += sum(math.prod(tensor.shape) for tensor in data[-1].inputs.values())
+            if cells > MAX_CELLS:
+                raise WireError(f"the tensors of a request have more than {MAX_CELLS:,} numbers.")
         elif number == 4:
             loss_fn = _text(kind, value)
         elif number == 5:
@@ -158,17 +175,17 @@ def _tensor(message: memoryview) -> WireTensor:
     if dtype == _BFLOAT16:
         values = (values.astype(np.uint32) << 16).view(np.float32)
     values = values.astype(np.float32 if values.dtype.kind == "f" else np.int64)
-    if any(size < 0 for size in shape) or math.prod(shape) > MAX_CELLS:
-        raise WireError(f"a tensor of shape {shape} has more than {MAX_CELLS:,} numbers, or less than none.")
+    if len(shape) > MAX_DIMENSIONS or any(size < 0 for size in shape) or math.prod(shape) > MAX_CELLS:
+        raise WireError(f"a tensor of shape {shape[:MAX_DIMENSIONS]} has more than {MAX_CELLS:,} numbers.")
     if sparse is None:
-        if math.prod(shape or [len(values)]) != len(values):
-            raise WireError(f"a tensor of shape {shape} comes with {len(values)} numbers.")
-        return WireTensor(values, tuple(shape or [len(values)]))
-    rows, columns = (_array(sparse.get(at, memoryview(b"")), np.dtype("<i8")) for at in (2, 3))
-    fits = len(shape) == 2 and len(rows) == shape[0] + 1 and len(columns) == len(values) == (rows[-1] if shape else 0)
-    if not fits or rows[0] != 0 or (np.diff(rows) < 0).any() or ((columns < 0) | (columns >= shape[1])).any():
-        raise WireError(f"a sparse tensor of shape {shape} has rows or columns outside of it.")
-    return WireTensor(values, tuple(shape), rows, columns)
+        tensor = WireTensor(values, tuple(shape or [len(values)]))
+    else:
+        rows, columns = (_array(sparse.get(at, memoryview(b"")), np.dtype("<i8")) for at in (2, 3))
+        tensor = WireTensor(values, tuple(shape), rows, columns)
+    if not tensor.fits:
+        what = f"{len(values)} numbers" if sparse is None else "rows or columns outside of it"
+        raise WireError(f"a tensor of shape {shape} comes with {what}.")
+    return tensor
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, int, Any]]:
@@ -277,6 +294,22 @@ def _array(data: memoryview, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
+def request_of(asked: ForwardBackward) -> bytes:
+    """A request that `read_forward_backward` reads as this one; equal requests give equal bytes."""
+    out = [_field(1, asked.model_id.encode()), _number(2, asked.seq_id), _field(4, asked.loss_fn.encode())]
+    for datum in asked.data:
+        parts = [_field(1, _field(1, _field(1, _packed(datum.tokens, "<i4"))))]
+        parts += [_field(1, _field(2 if "image" in datum.unread else 3, b""))] if datum.unread is not None else []
+        for name, tensor in sorted(datum.inputs.items()):
+            parts.append(_field(2, _field(1, name.encode()) + _field(2, _written_tensor(tensor))))
+        out.append(_field(3, b"".join(parts)))
+    for name, value in sorted(asked.config.items()):
+        number_of = _encoded(1 << 3 | _EIGHT)
+        held = _field(2, value.encode()) if isinstance(value, str) else number_of + struct.pack("<d", value)
+        out.append(_field(7, _field(1, name.encode()) + _field(2, held)))
+    return b"".join([*out, _number(6, int(asked.forward_only))])
+
+
 def write_forward_backward(logprobs: Sequence[np.ndarray[Any, Any]], metrics: Mapping[str, float]) -> bytes:
     """Answer to a `ForwardBackward`: log-probs [N] or [N, K] of each datum, and metrics by their names."""
     out = [_field(1, b"ArrayRecord")]
@@ -332,6 +365,7 @@ def _packed(values: Iterable[Any], dtype: str) -> bytes:
 
 
 def _encoded(value: int) -> bytes:
+    value &= (1 << 64) - 1  # negative numbers in two's complement
     out = bytearray()
     while value > 127:
         out.append(value & 127 | 128)

@@ -85,6 +85,13 @@ class Worker:
         """Requests and jobs that wait."""
         return len(self._waiting) + len(self._jobs)
 
+    def drop_waiting(self) -> None:
+        """Cancel jobs that have not begun, and requests of samples."""
+        for _, result in list(self._jobs):
+            result.cancel()
+        for waiting in list(self._waiting):
+            waiting.result.cancel()
+
     def close(self) -> None:
         """End the thread after what it does now; all that wait are cancelled."""
         self._closed = True

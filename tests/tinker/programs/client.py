@@ -208,4 +208,16 @@ def resume(path):
     return {"end": scored(done(service().create_training_client_from_state_with_optimizer(path)))}
 
 
+def long():
+    """Six steps, each of which samples from its own weights."""
+    training, found = client(), []
+    for number in range(6):
+        sampler = done(training.save_weights_and_get_sampling_client())
+        sampled = done(sampler.sample(PROMPT, 2, types.SamplingParams(max_tokens=6, seed=number)))
+        found.append([[list(one.tokens), list(one.logprobs)] for one in sampled.sequences])
+        work = [training.forward_backward(DATA, "cross_entropy"), step(training)]
+        found += [done(one).metrics for one in work]
+    return {"found": found, "end": scored(training), "path": done(training.save_state("end")).path}
+
+
 print(json.dumps(globals()[sys.argv[1]](*sys.argv[2:])), flush=True)
