@@ -11,7 +11,7 @@ from torch import nn
 from covey.core.model import patched_forward
 from covey.tinker.adapter import Adapter, AdapterSpec, layers_of
 from covey.tinker.errors import Refusal
-from covey.tinker.learner import AdamParams, Learner
+from covey.tinker.learner import AdamParams, Learner, checked, loss_of_rows
 from covey.tinker.losses import loss_of
 from covey.tinker.wire import Datum
 from tests.support import tinkering, tiny
@@ -104,6 +104,54 @@ def test_gradients_of_requests_add_up_and_forward_leaves_them_alone():
     thrice.forward(DATA, *CROSS)
     thrice.forward_backward(DATA[2:], *CROSS)
     close(gradients(once), gradients(thrice))
+
+
+def group_of(prompt, count=4, **more):
+    """Completions of one prompt, whose positions have log-prob and advantage 0."""
+    data = []
+    for n in range(count):
+        completion, before = tokens(4 + n, n), len(prompt) - 1
+        inputs = {"logprobs": [0.0] * before + [-2.0] * len(completion)}
+        inputs["advantages"] = [0.0] * before + [n - 1.5] * len(completion)
+        inputs |= {name: [0.0] * before + [value] * len(completion) for name, value in more.items()}
+        data.append(datum([*prompt, *completion], **inputs))
+    return data
+
+
+def test_a_prompt_that_data_share_is_computed_once():
+    made, passes = learner(), []
+    scorer = made.base.scorer
+
+    def counting(model, batch, **options):
+        passes.append((len(batch.prompt_ids), batch.num_tokens))
+        return scorer(model, batch, **options)
+
+    made.base.scorer = counting
+    made.forward_backward(group_of(tokens(20, 1)), *loss_of("importance_sampling", {}))
+    # 20 tokens once and 4 + 5 + 6 + 7 behind them; then log-probs of the 19 positions within the prompt
+    assert passes == [(20, 22), (1, 19)]
+
+
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "dro", "gspo"])
+@pytest.mark.parametrize("budget", [2048, 30])
+def test_shared_prompts_change_no_logprob_loss_or_gradient(name, budget):
+    more = {"sequence_ratio_mask": 1.0} if name == "gspo" else {}
+    data = [*group_of(tokens(20, 1), **more), *group_of(tokens(9, 2), **more), *group_of([5], 1, **more)]
+    loss, config = loss_of(name, {"beta": 0.05} if name == "dro" else {})
+    made = learner(token_budget=budget)
+    scored = made.forward_backward(data, loss, config)
+    ours = gradients(made)
+    for parameter in made.adapter.parameters():
+        parameter.grad = None
+    rows = checked(data, loss, made.base)
+    plain = [plain_logprobs(tiny.model().requires_grad_(False), made.adapter, one) for one in data]
+    value = loss_of_rows(torch.cat(plain), rows, loss, config)
+    value.backward()
+    assert scored.metrics["loss:sum"] == pytest.approx(value.item(), rel=1e-4)
+    for found, expected in zip(scored.logprobs, plain, strict=True):
+        np.testing.assert_allclose(found, expected.detach().numpy(), atol=2e-5)
+    for mine, theirs in zip(ours, gradients(made), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-3)
 
 
 def test_data_without_a_weight_are_scored_and_add_nothing():

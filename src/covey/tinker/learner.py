@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +16,8 @@ from covey.tinker.adapter import Adapter, added
 from covey.tinker.errors import Refusal
 from covey.tinker.losses import Loss, SentInputs
 from covey.tinker.wire import Datum
+
+T = TypeVar("T")
 
 WHOLE = ("target_tokens",)  # inputs of whole numbers
 
@@ -48,6 +50,12 @@ class Row:
     inputs: Mapping[str, Tensor]  # [N] or [N, K]
     counts: Tensor  # bool, as the targets: positions that the loss reads
 
+    @property
+    def head(self) -> int:
+        """The positions before the first that the loss reads, as those of a prompt; 0 if it reads none."""
+        read = self.counts.view(len(self.tokens), -1).any(-1)
+        return int(read.to(torch.uint8).argmax()) if bool(read.any()) else 0
+
 
 @dataclass(eq=False)
 class Base:
@@ -64,21 +72,29 @@ class Base:
         return next(self.model.parameters()).device
 
     def scores(
-        self, sequences: Sequence[Sequence[int]], targets: Tensor, named: Tensor | None = None, top: int = 0
+        self,
+        sequences: Sequence[Sequence[int]],
+        targets: Tensor,
+        named: Tensor | None = None,
+        top: int = 0,
+        heads: Sequence[int] | None = None,
     ) -> TokenScores:
         """Scores of one target [N] for each token of the sequences, given all up to this token.
 
-        `named` [N, K] are further targets, -1 for none; `top` most probable tokens are read out.
+        `named` [N, K] are further targets, -1 for none; `top` most probable tokens are read out. The first `heads`
+        tokens of each sequence have no target; sequences that share these and the next token share their computation.
         """
-        batch = positions_of(sequences).to(self.device)
+        batch = positions_of(sequences, heads or [0] * len(sequences)).to(self.device)
         named = None if named is None else named.to(self.device)
         return self.scorer(self.model, batch, targets=targets.to(self.device), named=named, top=top)
 
-    def logprobs(self, sequences: Sequence[Sequence[int]], targets: Tensor) -> Tensor:
-        """Log-probs of targets, [N] or [N, K]."""
+    def logprobs(
+        self, sequences: Sequence[Sequence[int]], targets: Tensor, heads: Sequence[int] | None = None
+    ) -> Tensor:
+        """Log-probs of targets, [N] or [N, K], as `scores` reads them."""
         if targets.dim() == 1:
-            return self.scores(sequences, targets).logprobs
-        found = self.scores(sequences, targets[:, 0], named=targets).named
+            return self.scores(sequences, targets, heads=heads).logprobs
+        found = self.scores(sequences, targets[:, 0], named=targets, heads=heads).named
         assert found is not None, "targets are named"
         return found
 
@@ -141,66 +157,111 @@ class Learner:
         self.requests = 0
 
     def _score(self, rows: Sequence[Row], loss: Loss, config: Mapping[str, float], backward: bool) -> Scored:
-        logprobs: list[Any] = [None] * len(rows)
+        heads = [row.head for row in rows]
+        logprobs: list[list[Tensor]] = [[] for _ in rows]  # of the positions from a row's head on, then before it
         total = 0.0
-        for trained, numbers in micro_batches(rows, self.base.token_budget):
-            part = [rows[number] for number in numbers]
+        for trained, numbers in micro_batches(rows, heads, self.base.token_budget):
+            part, own = [rows[number] for number in numbers], [heads[number] for number in numbers]
+            targets = torch.cat([targets_of(row)[head:] for row, head in zip(part, own, strict=True)])
             with torch.set_grad_enabled(backward and trained), added(self.base.model, self.adapter.low_rank()):
-                found = self.base.logprobs([row.tokens for row in part], torch.cat([targets_of(row) for row in part]))
-                value = loss_of_rows(found, part, loss, config)
-                _check_finite(value, found, part, numbers)
+                found = self.base.logprobs([row.tokens for row in part], targets, own)
+                value = loss_of_rows(found, part, loss, config, own)
+                _check_finite(value, found, part, own, numbers)
                 if backward and trained:
                     value.backward()
             total += float(value.detach())
-            split = found.detach().float().cpu().split([len(row.tokens) for row in part])
-            for number, one in zip(numbers, split, strict=True):
-                logprobs[number] = one.numpy()
+            sizes = [len(row.tokens) - head for row, head in zip(part, own, strict=True)]
+            for number, one in zip(numbers, found.detach().float().cpu().split(sizes), strict=True):
+                logprobs[number].append(one)
+        self._score_heads(rows, heads, logprobs)
         counted = sum(int(row.counts.sum()) for row in rows)
-        return Scored(logprobs, {"loss:sum": total, "tokens:sum": float(counted)})
+        joined = [torch.cat(parts[::-1]).numpy() for parts in logprobs]
+        return Scored(joined, {"loss:sum": total, "tokens:sum": float(counted)})
+
+    @torch.no_grad()
+    def _score_heads(self, rows: Sequence[Row], heads: Sequence[int], logprobs: Sequence[list[Tensor]]) -> None:
+        """Append the log-probs of the positions before each row's head, which are computed once for equal ones."""
+        alike: dict[tuple[Any, ...], list[int]] = {}
+        for number, (row, head) in enumerate(zip(rows, heads, strict=True)):
+            if head:
+                alike.setdefault((*row.tokens[:head], *targets_of(row)[:head].flatten().tolist()), []).append(number)
+        for part in parts_of(list(alike.values()), lambda numbers: heads[numbers[0]], self.base.token_budget):
+            firsts = [numbers[0] for numbers in part]
+            targets = torch.cat([targets_of(rows[first])[: heads[first]] for first in firsts])
+            with added(self.base.model, self.adapter.low_rank()):
+                found = self.base.logprobs([rows[first].tokens[: heads[first]] for first in firsts], targets)
+            for numbers, one in zip(part, found.float().cpu().split([heads[first] for first in firsts]), strict=True):
+                for number in numbers:
+                    logprobs[number].append(one)
 
 
-def positions_of(sequences: Sequence[Sequence[int]]) -> TrainBatch:
-    """A batch that every token of the sequences is a predictor in: the first is the prompt, and one more ends them."""
-    rest = [[*tokens[1:], 0] for tokens in sequences]
+def positions_of(sequences: Sequence[Sequence[int]], heads: Sequence[int]) -> TrainBatch:
+    """A batch that predicts something at every token of the sequences from their heads on.
+
+    Prompts end with the token at the head, and one more token ends each sequence.
+    """
+    rest = [[*tokens[head + 1 :], 0] for tokens, head in zip(sequences, heads, strict=True)]
     ids = torch.tensor(list(chain.from_iterable(rest)))
     return TrainBatch(
         token_ids=ids,
         lengths=torch.tensor(list(map(len, rest))),
         sampled=torch.ones(len(ids), dtype=torch.bool),
-        **distinct_prompts(tokens[:1] for tokens in sequences),
+        **distinct_prompts(tokens[: head + 1] for tokens, head in zip(sequences, heads, strict=True)),
     )
 
 
-def micro_batches(rows: Sequence[Row], budget: int) -> Iterator[tuple[bool, list[int]]]:
+def micro_batches(rows: Sequence[Row], heads: Sequence[int], budget: int) -> Iterator[tuple[bool, list[int]]]:
     """Numbers of rows to compute together, at most `budget` tokens, and False for those without a gradient.
 
-    Neighbours are those that begin alike, as they share what they have in common.
+    Neighbours are those that begin alike, as they share what they have in common; a head that they share counts once.
     """
     for trained in (True, False):
         chosen = [number for number, row in enumerate(rows) if bool(row.counts.any()) is trained]
-        part, size = list[int](), 0
+        part, size, shared = list[int](), 0, list[int]()
         for number in sorted(chosen, key=lambda number: rows[number].tokens):
-            if part and size + len(rows[number].tokens) > budget:
+            tokens, head = rows[number].tokens, heads[number]
+            more = len(tokens) - (head if part and tokens[: head + 1] == shared else 0)
+            if part and size + more > budget:
                 yield trained, part
-                part, size = [], 0
+                part, size, more = [], 0, len(tokens)
             part.append(number)
-            size += len(rows[number].tokens)
+            size, shared = size + more, tokens[: head + 1]
         if part:
             yield trained, part
 
 
-def loss_of_rows(logprobs: Tensor, rows: Sequence[Row], loss: Loss, config: Mapping[str, float]) -> Tensor:
-    """Sum of the token losses of rows, from the log-probs of their targets."""
-    counts = torch.cat([row.counts for row in rows]).to(logprobs.device)
+def parts_of(items: Sequence[T], size_of: Callable[[T], int], budget: int) -> Iterator[list[T]]:
+    """Neighbours to compute together, at most `budget` tokens of them; a larger one is a part by itself."""
+    part, size = list[T](), 0
+    for item in items:
+        if part and size + size_of(item) > budget:
+            yield part
+            part, size = [], 0
+        part.append(item)
+        size += size_of(item)
+    if part:
+        yield part
+
+
+def loss_of_rows(
+    logprobs: Tensor,
+    rows: Sequence[Row],
+    loss: Loss,
+    config: Mapping[str, float],
+    heads: Sequence[int] | None = None,
+) -> Tensor:
+    """Sum of the token losses of rows, from the log-probs of their targets behind their heads (none by default)."""
+    placed = list(zip(rows, heads or [0] * len(rows), strict=True))
+    counts = torch.cat([row.counts[head:] for row, head in placed]).to(logprobs.device)
 
     def joined(name: str) -> Tensor | None:
         if name not in rows[0].inputs:
             return None
-        return torch.where(counts, torch.cat([row.inputs[name] for row in rows]).to(logprobs), 0.0)
+        return torch.where(counts, torch.cat([row.inputs[name][head:] for row, head in placed]).to(logprobs), 0.0)
 
     inputs = SentInputs(
         torch.where(counts, logprobs, 0.0),
-        torch.tensor([len(row.tokens) for row in rows], device=logprobs.device),
+        torch.tensor([len(row.tokens) - head for row, head in placed], device=logprobs.device),
         joined("weights"),
         joined("logprobs"),
         joined("advantages"),
@@ -209,16 +270,19 @@ def loss_of_rows(logprobs: Tensor, rows: Sequence[Row], loss: Loss, config: Mapp
     return torch.where(counts, loss.tokens(inputs, config), 0.0).sum()
 
 
-def _check_finite(value: Tensor, logprobs: Tensor, rows: Sequence[Row], numbers: Sequence[int]) -> None:
+def _check_finite(
+    value: Tensor, logprobs: Tensor, rows: Sequence[Row], heads: Sequence[int], numbers: Sequence[int]
+) -> None:
     if bool(value.isfinite()):
         return
-    for row, number, own in zip(rows, numbers, logprobs.split([len(row.tokens) for row in rows]), strict=True):
+    sizes = [len(row.tokens) - head for row, head in zip(rows, heads, strict=True)]
+    for row, head, number, own in zip(rows, heads, numbers, logprobs.split(sizes), strict=True):
         wrong = ~own.isfinite().cpu()
         for name, given in row.inputs.items():
-            wrong |= ~given.isfinite() if name not in WHOLE else False
-        wrong &= row.counts
+            wrong |= ~given[head:].isfinite() if name not in WHOLE else False
+        wrong &= row.counts[head:]
         if bool(wrong.any()):
-            position = int(wrong.nonzero()[0, 0])
+            position = head + int(wrong.nonzero()[0, 0])
             raise FloatingPointError(
                 f"the loss is not finite: datum {number}, position {position}. Its gradients were dropped."
             )
