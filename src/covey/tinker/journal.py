@@ -1,4 +1,4 @@
-"""What a server that was killed continues from: the requests that it accepted, their results, and weights.
+"""Journal that a killed server continues from: the requests that it accepted, their results, and weights.
 
 Rows are in an SQLite database, which a killed process leaves whole; weights are safetensors files in the same folder.
 A client is restored from its newest weights, and its requests since then run again: the same arithmetic on the same
@@ -54,7 +54,7 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class Entry:
+class RequestEntry:
     """A request that was accepted, with its result once there is one."""
 
     id: str
@@ -101,7 +101,7 @@ class Past:
     sessions: list[tuple[str, str]]  # ids, and versions of their clients
     clients: list[ClientEntry]
     samplers: list[SamplerEntry]
-    requests: list[Entry]  # in the order in which they came
+    requests: list[RequestEntry]  # in the order in which they came
 
 
 NOTHING = Past([], [], [], [])
@@ -114,7 +114,7 @@ class Journal:
     """
 
     def past(self) -> Past:
-        """What an earlier server left."""
+        """Everything that an earlier server left."""
         return NOTHING
 
     def begin(self, session: str, version: str) -> None:
@@ -123,8 +123,8 @@ class Journal:
     def end(self, session: str) -> None:
         """Forget a session with all that belongs to it."""
 
-    def accept(self, entry: Entry) -> None:
-        """Add a request, before its client is told that it was accepted; one that is known stays as it is."""
+    def accept(self, entry: RequestEntry) -> None:
+        """Add a request, before its client learns that it was accepted; one that is known stays as it is."""
 
     def discard(self, request_id: str) -> None:
         """Forget a request that was refused after all."""
@@ -212,12 +212,12 @@ class DurableJournal(Journal):
         sessions = list(self._db.execute("SELECT id, version FROM sessions"))
         return Past(sessions, clients, samplers, list(self._requests()))
 
-    def _requests(self) -> Iterator[Entry]:
+    def _requests(self) -> Iterator[RequestEntry]:
         columns = "id, session, client, number, route, body, digest, acknowledgement, outcome, message, json, fetched"
         for row in self._db.execute(f"SELECT {columns}, dropped FROM requests ORDER BY rowid"):
             request_id, session, client, number, route, body, digest, acknowledgement = row[:8]
             outcome, message, text, fetched, dropped = row[8:]
-            yield Entry(
+            yield RequestEntry(
                 request_id,
                 session,
                 client,
@@ -284,7 +284,7 @@ class DurableJournal(Journal):
                 db.execute(f"DELETE FROM {table} WHERE session = ?", (session,))
         self._remove(files)
 
-    def accept(self, entry: Entry) -> None:
+    def accept(self, entry: RequestEntry) -> None:
         sent = entry.sent
         self._must(
             "INSERT OR IGNORE INTO requests (id, session, client, number, route, body, digest, acknowledgement)"

@@ -39,8 +39,8 @@ from covey.tinker.journal import (
     FAILED,
     NOT_RUN,
     ClientEntry,
-    Entry,
     Journal,
+    RequestEntry,
     Result,
     SamplerEntry,
     Sent,
@@ -142,9 +142,9 @@ class TinkerService:
         self.downloads: dict[str, tuple[Any, float]] = {}  # by key: a folder, and until when
         self._snapshots = WeakValueDictionary[str, WeightSnapshot]()  # of saved states, while a sampler uses them
         self._ends = ends
-        told = say or log
+        shown = say or log
         self._log: Callable[[str], None] = lambda line: log(printable(line))
-        self._say: Callable[[str], None] = lambda line: told(printable(line))
+        self._say: Callable[[str], None] = lambda line: shown(printable(line))
         self._sampling = 0
         self._started = time.strftime("%H:%M:%S")
         self._numbers = sum(parameter.numel() for parameter in base.model.parameters())
@@ -466,7 +466,7 @@ class TinkerService:
             sessions, clients = len(past.sessions), len(past.clients)
             self._say(f"continues {sessions} sessions, {clients} training clients and {waiting} requests")
 
-    async def _restore_client(self, client: ClientEntry, entries: list[Entry]) -> None:
+    async def _restore_client(self, client: ClientEntry, entries: list[RequestEntry]) -> None:
         """A client as it was: its newest weights, and what it has done since then once more."""
         trained = self._add_client(self.sessions[client.session], client.run, client.number)
         trained.saved_at = client.saved_at
@@ -475,7 +475,7 @@ class TinkerService:
         since = sorted((entry for entry in ended if entry.number > client.through), key=lambda entry: entry.number)
         await asyncio.wrap_future(self.worker.run(partial(self._repeat, trained, client.weights, since)))
 
-    def _repeat(self, trained: Trained, weights: str, entries: Iterable[Entry]) -> None:
+    def _repeat(self, trained: Trained, weights: str, entries: Iterable[RequestEntry]) -> None:
         """Load weights, and run operations that were run after them. Their results are known already."""
         tensors = self.journal.read(weights)
         trained.learner = learner = Learner(self.base, adapter_of(self.base.model, trained.run.spec, tensors))
@@ -491,7 +491,7 @@ class TinkerService:
                 if entry.outcome == DONE:
                     learner.forward_backward(asked.data, *self._loss(asked))
                 else:
-                    assert isinstance(entry.result, dict), "a failure is told in words"
+                    assert isinstance(entry.result, dict), "a failure is an object with a text"
                     _break(trained, entry.number, entry.result["error"])
 
     async def _restore_sampler(self, entry: SamplerEntry) -> None:
@@ -507,7 +507,7 @@ class TinkerService:
         if entry.client in self.clients and entry.gone is None:
             self.clients[entry.client].samplers.append(entry.id)
 
-    def _accept_again(self, entry: Entry) -> None:
+    def _accept_again(self, entry: RequestEntry) -> None:
         """Accept a request once more that was accepted and has no result; one that is refused now fails."""
         try:
             if entry.sent.route == "forward_backward":

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from covey.tinker.errors import Refusal
-from covey.tinker.journal import DONE, FAILED, NOT_RUN, Entry, Journal, Result, Sent
+from covey.tinker.journal import DONE, FAILED, NOT_RUN, Journal, RequestEntry, Result, Sent
 
 KEPT = 300.0  # seconds that a result is kept after it was fetched: the answer may have been lost
 PATIENCE = 120.0  # seconds that an operation waits for the one before it
@@ -65,14 +65,14 @@ class Promises:
         """A new promise; `work` runs at once, without it somebody else settles the result."""
         self._forget()
         acknowledgement = {"request_id": request_id, **acknowledged}
-        self.journal.accept(Entry(request_id, owner, client, number, sent, acknowledgement))
+        self.journal.accept(RequestEntry(request_id, owner, client, number, sent, acknowledgement))
         promise = self._add(request_id, owner, acknowledgement, sent.digest)
         if work is not None:
             task = asyncio.get_running_loop().create_task(self.run(promise, work))
             promise.cancel = task.cancel
         return promise
 
-    def restore(self, entry: Entry) -> None:
+    def restore(self, entry: RequestEntry) -> None:
         """Have the promise of a request that an earlier server answered."""
         assert entry.result is not None, "it was answered"
         promise = self._add(entry.id, entry.session, entry.acknowledgement, entry.sent.digest)
