@@ -14,6 +14,7 @@ from covey.config.algebra import planning_for
 from covey.config.grpo import GRPOConfig
 from covey.config.rloo import RLOOConfig
 from covey.data.sources import Source, Sources, SourceSettings
+from covey.engines.native import number_formats
 from covey.runtime.waiting import CHOSEN
 from covey.sizing.memory import ShardCounts
 from covey.sizing.step_cost import MACHINES
@@ -383,6 +384,23 @@ def test_weights_in_half_precision_are_explained(settings, said):
     assert said in text
     plain = words(explain(GRPOConfig(learning_rate=1e-6), model=ModelPlan(tiny.config())))
     assert "rounded away" not in plain and "lost in the mean" not in plain
+
+
+def test_sampling_in_fewer_bits_is_explained_with_what_it_gains_here(monkeypatch):
+    corrected = "the loss is corrected for the difference"
+    for able in (True, False):
+        for name in ("int8", "bfloat16"):
+            kind = number_formats.FloatProduct
+            monkeypatch.setitem(number_formats.FAST, ("cpu", name), (lambda able=able: able, kind))
+        auto, named = (
+            words(explain(GRPOConfig(engine_dtype=name, bf16=False, use_cpu=True))) for name in ("auto", "int8")
+        )
+        assert ("a decoding step of the model is measured" in auto) is able is (corrected in auto)
+        assert ("changes nothing on this machine" in auto) is not able
+        assert "rounds weights and inputs of linear layers to int8" in named and corrected in named
+        assert ("does not make decoding faster here" in named) is not able
+    assert "started with quantization=fp8" in words(explain(GRPOConfig(engine_dtype="float8", use_vllm=True)))
+    assert "fewer bits" not in words(explain(GRPOConfig())) and corrected not in words(explain(GRPOConfig()))
 
 
 def test_async_rollouts_are_explained_with_their_age():

@@ -265,6 +265,12 @@ WARNED = [
     (RLOOConfig, {"outcome_weight": 0.0}, "kl-dropped", r"outcome_weight=0.*beta=0\.05"),
     (
         GRPOConfig,
+        {"engine_dtype": "int8", "vllm_importance_sampling_correction": False},
+        "engine-dtype-uncorrected",
+        "engine_dtype='int8'",
+    ),
+    (
+        GRPOConfig,
         {
             "loss_type": "vespo",
             "correct_built_in_engine": True,
@@ -347,6 +353,8 @@ WITHOUT_EFFECT = [
     (GRPOConfig, {"transformers_continuous_batching_config": {"a": 1}}, "max_concurrent_completions"),
     (GRPOConfig, {"use_transformers_continuous_batching": True}, "the built-in engine"),
     (GRPOConfig, {"vllm_importance_sampling_mode": "token_mask"}, "correct_built_in_engine=True"),
+    (GRPOConfig, {"engine_dtype": "int8", "correct_built_in_engine": True}, "corrected anyway"),
+    (GRPOConfig, {**SERVER, "engine_dtype": "float8"}, "--quantization fp8"),
     (
         RLOOConfig,
         {"vllm_importance_sampling_correction": False, "correct_built_in_engine": True},
@@ -609,6 +617,8 @@ def test_a_registered_loss_is_accepted_and_may_read_any_option(monkeypatch, recw
         {"speculative_reuse": "exact", "max_steps": 100},
         {"correct_built_in_engine": True, "vllm_importance_sampling_mode": "token_mask"},
         {"correct_built_in_engine": True, "loss_type": "vespo"},
+        {"engine_dtype": "auto", "vllm_importance_sampling_mode": "token_mask", "correct_built_in_engine": True},
+        {"engine_dtype": "int8", "vllm_importance_sampling_clip_max": 2.0},
         {"engine_parity": "warn"},
     ],
     ids=lambda settings: "-".join(settings),

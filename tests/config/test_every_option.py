@@ -75,6 +75,7 @@ VALUES: dict[str, Any] = {
     **{"supervised_roles": {"tool": 0.5}, "supervised_filter": "tests/support/objective_cases.py:bare_batch"},
     **{"demonstrations": "tests/support/demonstrations.jsonl"},
     **{"demonstrations_schedule": {"warmup": 1, "peak": 0.5, "decay": 2, "valley": 0.1}},
+    "engine_dtype": "int8",
     **{"max_tokens_per_micro_batch": 16, "vllm_importance_sampling_clip_min": 0.5, "entropy_target": 1.0},
     **{"geometric_mask_min": 0.5, "geometric_mask_max": 1.5},
     **each(("transformers_continuous_batching_config", "vllm_engine_kwargs", "sglang_server_args"), {"a": 1}),

@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 from covey.config.grpo import GRPOConfig
 from covey.core.batch import collate
 from covey.core.records import FinishReason, Rollout
+from covey.engines.native import number_formats
 from covey.policy.fused import find_fused_layers, fused_layers
 from covey.policy.scoring import TokenScorer
 from covey.sizing.memory import (
@@ -185,6 +186,16 @@ def test_a_cpu_in_float32_samples_from_packed_weights(monkeypatch):
     assert estimate(config, GRPOConfig(bf16=True, use_cpu=True)).packed == 0
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
     assert estimate(config, args(use_cpu=True)).packed == 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_rounded_copies_take_the_bytes_of_their_format(monkeypatch):
+    config = LlamaConfig(**TINY)
+    for able, size in ((True, 1), (False, 4)):  # without products of int8, they are numbers in float32
+        monkeypatch.setitem(number_formats.FAST, ("cpu", "int8"), (lambda able=able: able, number_formats.Int8Onednn))
+        assert estimate(config, args(use_cpu=True, engine_dtype="int8")).packed == 174080 * size
+    assert estimate(config, args(engine_dtype="float8"), device="cuda").packed == 174080
+    assert estimate(config, args(engine_dtype="bfloat16"), device="cuda").packed == 2 * 174080
 
 
 def test_checkpointing_keeps_one_layer_and_the_borders():

@@ -202,6 +202,12 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         return bool(self.use_vllm or self.use_sglang or self.max_staleness > 0)
 
     @property
+    def rounds_engine(self) -> bool:
+        """The built-in engine samples, and from weights that `engine_dtype` rounds; with `auto`, it may."""
+        same = self.engine_dtype == "bfloat16" and self.bf16  # autocast rounds already
+        return self.engine_dtype is not None and not self.samples_elsewhere and not same
+
+    @property
     def penalises_reward(self) -> bool:
         """The KL penalty is part of the reward."""
         return bool(self.beta) and (self.kl_in_reward or self.method == "rloo")
@@ -209,7 +215,7 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
     @property
     def corrects_mismatch(self) -> bool:
         """The loss is weighed for the difference between the engine's log-probs and the trainer's."""
-        wanted = self.samples_elsewhere or self.correct_built_in_engine
+        wanted = self.samples_elsewhere or self.correct_built_in_engine or self.rounds_engine
         return self.vllm_importance_sampling_correction and wanted
 
     @property

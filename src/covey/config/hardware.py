@@ -4,15 +4,12 @@ import importlib.util
 import os
 import sys
 from datetime import timedelta
-from functools import cache
-from pathlib import Path
 
 from covey.core.findings import CheckError
+from covey.runtime.processor import cpu_multiplies_bf16
 
 VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """What launchers set in the environment of each process."""
-ISAS_WITHOUT_BF16 = frozenset({"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI"})
-"""Values of oneDNN's ONEDNN_MAX_CPU_ISA under which it multiplies no bfloat16."""
 
 
 def has_accelerator() -> bool:
@@ -112,17 +109,3 @@ def multiplies_bf16(use_cpu: bool = False) -> bool:
     from transformers.utils import is_torch_bf16_gpu_available
 
     return bool(is_torch_bf16_gpu_available())
-
-
-def cpu_multiplies_bf16(cpuinfo: str = "/proc/cpuinfo") -> bool:
-    """True if /proc/cpuinfo lists AMX or AVX512-BF16, and the environment lets oneDNN use them."""
-    limits = {os.environ.get(name, "").upper() for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")}
-    return limits.isdisjoint(ISAS_WITHOUT_BF16) and _lists_bf16(cpuinfo)
-
-
-@cache
-def _lists_bf16(cpuinfo: str) -> bool:
-    path = Path(cpuinfo)
-    lines = path.read_text().splitlines() if path.exists() else []
-    flags = next((line for line in lines if line.startswith("flags")), "")
-    return not {"amx_bf16", "avx512_bf16"}.isdisjoint(flags.split())

@@ -214,7 +214,10 @@ class EngineTraits:
     `Completion.logprobs` as documented there.
 
     Attributes:
-        shares_policy: it samples with the trainer's own weights and precision, so the two agree up to rounding.
+        shares_policy: it samples with the trainer's own weights, so none are sent, and unless `rounded_to` says
+            otherwise in its precision, so the two agree up to rounding.
+        rounded_to: number format of `engine_dtype` that it rounds weights and inputs to, or None: its log-probs are
+            those of another policy than the trained one, which is corrected, and get a larger tolerance.
         reports_after_cut: its log-probs are those after top-k, top-p, min-p, penalties and grammars. Where a request
             uses any of these, they belong to another distribution than the one that the trainer scores.
         dtype: number format it computes in, if known; a narrow one gets a larger tolerance.
@@ -236,6 +239,12 @@ class EngineTraits:
     expands_images: bool = False
     returns_masks: bool = False
     batch_invariant: bool = False
+    rounded_to: str | None = None
+
+    @property
+    def samples_policy(self) -> bool:
+        """True if it samples from the trained policy itself, up to rounding."""
+        return self.shares_policy and self.rounded_to is None
 
 
 def traits_of(engine: Any) -> EngineTraits:

@@ -80,6 +80,7 @@ CHECKED = {
     "engines-several": Code(CONFIG, "more than one engine would sample"),
     "correction-bounds": Code(CONFIG, "bounds of the mismatch correction do not enclose 1"),
     "correction-level": Code(CONFIG, "the mismatch correction works on tokens here"),
+    "engine-dtype-uncorrected": Code(CONFIG, "samples of rounded weights are trained on as if they were exact"),
     # datasets
     "dataset-missing": Code(DATA, "there are no rows to train on or to evaluate with"),
     "dataset-type": Code(DATA, "what was given is no dataset"),
@@ -138,6 +139,8 @@ CHECKED = {
     "sampling-in-step": Code(ENGINE, "processes that read images cannot sample in step"),
     "seat-sharded": Code(ENGINE, "a frozen copy of a sharded model is needed"),
     "seat-async": Code(ENGINE, "an earlier policy is needed while a later one is trained"),
+    "engine-dtype": Code(ENGINE, "the engine cannot round to this number format here"),
+    "engine-dtype-slow": Code(ENGINE, "rounding does not make decoding faster on this machine"),
     "server-sleep": Code(ENGINE, "one process would put a server to sleep for all"),
     "server-start": Code(ENGINE, "a server cannot be started for this run"),
     "tensor-parallel": Code(ENGINE, "parts of a model do not divide the processes"),

@@ -15,6 +15,7 @@ import torch
 
 from covey.config.optimizers import STOCHASTIC, name_of
 from covey.core.packing import ActivationRoom, derived_budget
+from covey.engines.native.number_formats import FAST, FORMATS
 from covey.policy.adapters import base_model, has_adapter
 from covey.policy.lm_head.linear import KEPT_BYTES, TILE_BYTES
 from covey.policy.loading import sees_images
@@ -107,7 +108,7 @@ class MemoryEstimate:
     # plain linear head; on a CPU in full precision also those of all learned tokens, up to `KEPT_BYTES`.
     logits: int
     kv_cache: int  # (sequences decoded at once * completion tokens + a prompt for each group) * L * 2K * c, if built-in
-    packed: int  # linear layers again in MKL's order for few sequences; while float32 is sampled on a CPU, built-in
+    packed: int  # linear layers again in an order for few sequences, or rounded; float32 on a CPU, or engine_dtype
     parameters: int  # a number, not bytes
     trainable: int  # number of those that are updated
     encoder: int = 0  # saved activations of the image encoder (`encoder_bytes`)
@@ -270,7 +271,7 @@ def _estimate(
         activations=tokens * activation_bytes(text, precision, kept),
         logits=LOGIT_COPIES * min(chunk, TILE_BYTES.get(device, TILE_BYTES["cuda"])) + kept_logits * keeps_logits,
         kv_cache=_cached_tokens(args, prompt, completion, vision) * cache_bytes_per_token(text, computed),
-        packed=4 * _packed_numbers(counts, images) if device == "cpu" and computed == 4 else 0,
+        packed=_packed_bytes(args, device, computed, counts, images),
         parameters=counts.parameters,
         trainable=trainable,
         encoder=encoder_bytes(counts.vision, precision, images, checkpointing, rows=rollouts, shown=shown),
@@ -331,10 +332,17 @@ def _apart(text: Any, precision: "Precision", trainable: int, tokens: int, kept:
     return min(casts, tokens * (layer_temporaries(text, precision) + layer_bytes(text, precision) * (kept == 0)))
 
 
-def _packed_numbers(counts: ModelSpec, images: Images) -> int:
-    if not torch.backends.mkl.is_available():
-        return 0
-    return counts.packed + counts.vision.packed * (images.patches > 0)
+def _packed_bytes(args: Any, device: str, computed: int, counts: ModelSpec, images: Images) -> int:
+    """Bytes of the copies of linear layers that the built-in engine samples from; of `auto`, as if nothing is rounded.
+
+    Rounded numbers that a CPU has no products for are multiplied in float32.
+    """
+    numbers = counts.packed + counts.vision.packed * (images.patches > 0)
+    if args.rounds_engine and args.engine_dtype in FORMATS:
+        suits, _ = FAST.get((device, args.engine_dtype), (None, None))
+        as_numbers = device == "cpu" and not (suits is not None and suits())
+        return numbers * (4 if as_numbers else FORMATS[args.engine_dtype].dtype.itemsize)
+    return 4 * numbers if device == "cpu" and computed == 4 and torch.backends.mkl.is_available() else 0
 
 
 def _gaps(counts: ModelSpec, precision: "Precision", tokens: int, patches: int) -> int:

@@ -294,6 +294,10 @@ def check_engine_choice(args: OnlineConfig, engine: Any) -> Iterator[Finding]:
             f"the trainer was given an `engine` ({type(engine).__name__}) and {named[0]}=True: one of the two samples.",
             "Leave the other out.",
         )
+    if engine is not None and not hasattr(engine, "in_place_of"):
+        yield from ignored(
+            args, ["engine_dtype"], "it is for the built-in engine, and the trainer was given an `engine`"
+        )
     built_in = engine is None and not (args.use_vllm or args.use_sglang)
     shares_policy = built_in or (engine is not None and traits_of(engine).shares_policy)
     if args.max_staleness and args.replay_from is None and shares_policy:
@@ -527,7 +531,7 @@ def build_recorder(
                 "trained": sum(count for count, trained in weights if trained),
                 "adapter": hasattr(policy, "peft_config"),
             },
-            "engine": {"shares_policy": traits.shares_policy, "reports_after_cut": traits.reports_after_cut},
+            "engine": {name: getattr(traits, name) for name in ("shares_policy", "reports_after_cut", "rounded_to")},
             "parts": parts(),
             "changed": changed(args),
             "provenance": provenance(args),

@@ -16,7 +16,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from covey.config.aliases import accepts_old_names
 from covey.config.base import OnlineConfig
-from covey.core.engine import RolloutEngine, SamplingParams
+from covey.core.engine import EngineTraits, RolloutEngine, SamplingParams
 from covey.core.model import unwrapped
 from covey.core.records import Experience, MicroStep, PromptSample
 from covey.core.stats import Max
@@ -45,6 +45,7 @@ from covey.trainer.checks import (
 from covey.trainer.distributed.sharding import ready_to_evaluate, ready_to_train, shard_on_cpu
 from covey.trainer.distributed.stopping import Finished, StopAtStep, set_random_state
 from covey.trainer.engine_check.parity import EngineCheck, corrected
+from covey.trainer.engines.rounding import choose_rounding
 from covey.trainer.engines.weight_sync import WeightSync
 from covey.trainer.evaluation.phase import EvaluationPhase, recommending_optimizer
 from covey.trainer.evaluation.suites import as_of_sources
@@ -205,6 +206,8 @@ class OnlineTrainer(TrainingLoop):
 
     def _build_step(self, sampling: SamplingParams, prompts_required: bool, peft_config: Any) -> None:
         args, run, engine, rows = self.args, self.run, self.collector.engine, self.train_dataset
+        own = engine if self.made_of.get("engine") is None else None
+        self.rounding = choose_rounding(run, own, lambda traits: self._expect(traits, sampling))
         replay, traits = build.build_replay(run, self.collector, self.rewards)
         entropy = EntropyController(args) if args.entropy_coef or args.use_adaptive_entropy else None
         run.method.correct(lambda algorithm: corrected(algorithm, args, traits, sampling))
@@ -254,12 +257,18 @@ class OnlineTrainer(TrainingLoop):
         )
         stateful = ("updates", "rollouts", "behaviour", "credit", "metrics", "finite", "rewards")
         parts: dict[str, Stateful] = {n: getattr(self, n) for n in stateful} | {"failures": self.rollouts.failures}
+        parts["rounding"] = self.rounding
         self.checkpoints = Checkpointer(run, parts, self.finite.check_weights, described, self.reference)
         self.pushes = hub.ModelPushes(args)
         alone = self.collectives.size == 1
         self.stop = StopAtStep(
             self.collectives.gather, args.save_strategy != "no", lambda: self.report.farewell(), alone
         )
+
+    def _expect(self, traits: EngineTraits, sampling: SamplingParams) -> None:
+        """Correct and check samples of an engine with other traits than it was made with."""
+        self.run.method.correct(lambda algorithm: corrected(algorithm, self.args, traits, sampling))
+        self.behaviour.engine_check.expect(traits)
 
     def generate_completions(self, prompts: Sequence[Any], **changes: Any) -> list[dict[str, Any]]:
         """For a `rollout_func(prompts, trainer)`, while it runs: one completion of each prompt.

@@ -253,6 +253,8 @@ def rebuilt(described: dict[str, Any], read: "PastRun") -> Any:
     kept |= {name: value for name, value in parts.items() if name not in ("eval_dataset", "agent")}
     if described["processes"] > 1 and "generation_batch_size" not in kept:
         kept["per_device_train_batch_size"] = described["processes"] * kept.get("per_device_train_batch_size", 8)
+    if kept.get("engine_dtype") == "auto":  # what was measured then
+        kept["engine_dtype"] = described["engine"].get("rounded_to")
     further: dict[str, Any] = {}
     try:
         with quiet(), script_of_run(script), tempfile.TemporaryDirectory(prefix="covey-doctor-") as place:

@@ -39,6 +39,7 @@ from covey.runtime.safe_text import without_secrets
 from covey.runtime.user_code import report, warn
 from covey.trainer.checkpoint import numbered_checkpoints
 from covey.trainer.distributed.stopping import StopAtStep
+from covey.trainer.engines.rounding import check_rounding, given_dtype
 from covey.trainer.integrations.first_step import FirstStep
 from covey.trainer.integrations.report import RunReport
 from covey.trainer.integrations.report import command as given_command
@@ -356,7 +357,7 @@ class Study:
             args=args,
             processing_class=self.processing_class,
             peft_config=peft_config,
-            engine=VariantEngine(self, variant.name) if peft_config is not None else None,
+            engine=VariantEngine(self, variant.name, given_dtype(args)) if peft_config is not None else None,
             callbacks=[follows],
             **arguments,
         )
@@ -384,6 +385,7 @@ class Study:
         return arguments
 
     def _make_engine(self, trainer: Any) -> None:
+        report(check_rounding(trainer.args, self.base, trainer.accelerator.device.type, in_step=False, sharding=""))
         self.base.to(trainer.accelerator.device)  # its buffers; variants have moved the weights
         self.engine = AdapterEngine(
             lambda: self.base,
@@ -394,6 +396,7 @@ class Study:
             max_context=max_context(self.base),
             forward_context=trainer.accelerator.autocast,
             tokenizer=self.processing_class,
+            dtype=given_dtype(trainer.args),
         )
 
     def _connect(self, args: Any) -> None:

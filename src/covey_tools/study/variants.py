@@ -24,6 +24,7 @@ from covey.policy.adapters import base_model, why_not_alone
 from covey.rollout.agents import with_agent
 from covey.runtime.user_code import preserve_process_state
 from covey.trainer.build import build_collector, build_rewards, sampling_params
+from covey.trainer.engines.rounding import AUTO
 from covey.trainer.rollout_phase import RolloutPhase
 from covey.trainer.trainers import GRPOTrainer, RLOOTrainer
 from covey_tools.study.commands import check_public
@@ -47,7 +48,10 @@ REFUSED = {  # settings that a study cannot have, and why
     "resume_from_checkpoint": "`train(resume=True)` resumes all variants",
 }
 # settings of the shared model and engine
-OF_ALL = ("bf16", "fp16", "use_cpu", "model_init_kwargs", "trust_remote_code", "max_concurrent_completions")
+OF_ALL = (
+    *("bf16", "fp16", "use_cpu", "model_init_kwargs", "trust_remote_code"),
+    *("max_concurrent_completions", "engine_dtype"),
+)
 UNTOUCHED = (True, False, "gaussian", "orthogonal")  # `init_lora_weights` that leave the shared weights as they are
 NOT_HERE = {"save_strategy": "no", "eval_strategy": "no", "save_total_limit": None, "disable_tqdm": True}
 NOT_HERE |= {"model_init_kwargs": None}  # the study has loaded the model
@@ -148,6 +152,11 @@ def settings_of(
         if getattr(args, name, None):
             evidence = f"{name}={getattr(args, name)!r} is not possible in a study: {why}."
             raise CheckError.of("study-setting", evidence, "Leave it out.")
+    if args.engine_dtype == AUTO:
+        evidence = (
+            "engine_dtype='auto' measures a run's own engine, and one engine samples for all variants of a study."
+        )
+        raise CheckError.of("study-setting", evidence, "Name a format, such as engine_dtype='int8', or leave it unset.")
     for name, value in {"vllm_mode": "server", "vllm_lora_sync": "adapter"}.items():
         if args.use_vllm and getattr(args, name) not in ("auto", value):
             raise CheckError.of(
@@ -188,14 +197,14 @@ class VariantEngine:
 
     in_place_of = "use_vllm"  # setting that names the server behind it
 
-    def __init__(self, study: "Study", adapter: str):
-        self.study, self.adapter = study, adapter
+    def __init__(self, study: "Study", adapter: str, rounded_to: str | None = None):
+        self.study, self.adapter, self.rounded_to = study, adapter, rounded_to
         self._version: int | None = None  # that the server holds; the built-in engine reads the parameters themselves
 
     @property
     def traits(self) -> EngineTraits:
         if self.study.server is None:
-            return EngineTraits(shares_policy=True, returns_masks=True)
+            return EngineTraits(shares_policy=True, returns_masks=True, rounded_to=self.rounded_to)
         return replace(self.study.server.traits, updates_in_flight=False)
 
     async def generate(self, request: SampleRequest) -> list[Completion]:

@@ -46,6 +46,23 @@ def test_variants_are_their_solo_runs(tmp_path):
         assert completions(tmp_path / name) == completions(tmp_path / f"alone-{name}")
 
 
+def test_variants_are_sampled_from_one_rounded_model_and_corrected(tmp_path):
+    from peft import LoraConfig
+
+    with pytest.warns(UserWarning, match="engine_dtype='float8' does not make decoding faster"):
+        made = study(tmp_path, {"a": {}, "b": {"seed": 7}}, max_steps=1, settings={"engine_dtype": "float8"})
+        made.train()
+        parts = {"peft_config": LoraConfig(task_type="CAUSAL_LM", **ADAPTER)}
+        alone = runs.trainer(tmp_path / "alone", parts=parts, **{**COMMON, "max_steps": 1}, engine_dtype="float8")
+        alone.train()
+    assert completions(tmp_path / "a") == completions(tmp_path / "alone")
+    assert runs.history(alone, "sampling/sampling_logp_difference/mean")[0] > 1e-4
+    with pytest.raises(ValueError, match="one engine samples for all variants"):
+        settings_of({**COMMON, "engine_dtype": "auto"}, {}, tmp_path / "c")
+    with pytest.raises(ValueError, match="engine_dtype='int8' for one variant"):
+        settings_of(COMMON, {"engine_dtype": "int8"}, tmp_path / "c")
+
+
 class Killed(BaseException):
     pass
 

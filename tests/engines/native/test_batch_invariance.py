@@ -104,6 +104,23 @@ def test_steps_of_the_model(name):
     assert_invariant(lambda: native(model), requests(n=2))
 
 
+@pytest.mark.parametrize("dtype", ["int8", pytest.param("float8", marks=pytest.mark.slow), "bfloat16"])
+def test_rounded_weights_and_inputs(dtype):
+    model = tiny.model()
+    assert_invariant(lambda: native(model, dtype=dtype), requests(n=2))
+
+
+@pytest.mark.slow
+def test_rounded_weights_with_drafts_and_adapters():
+    model = tiny.model()
+    drafts = [[[5, 6, 7], None, [40]]] * 5
+    asked = [replace(x, drafts=draft) for x, draft in zip(requests(), drafts, strict=True)]
+    assert_invariant(lambda: native(model, dtype="int8"), asked)
+    adapters = {"a": low_rank(model, 1, 0), "b": low_rank(model, 8, 1)}
+    asked = [replace(x, adapter=name) for x, name in zip(requests(), ["a", "b", None, "a", "b"], strict=True)]
+    assert_invariant(lambda: native(model, AdapterEngine, adapters=lambda: adapters, dtype="int8"), asked)
+
+
 @pytest.mark.slow
 def test_half_precision():
     model = tiny.model().bfloat16()

@@ -367,6 +367,11 @@ SECTIONS: dict[str, dict[str, str]] = {
             "0.5 and 3 are usual; [what they bound](algorithms.md#engine-and-trainer-mismatch)."
         ),
         "Corrected an engine by sequences with vespo": "",
+        "Rounded the engine's weights to a format that vLLM does not offer": "",
+        "Rounded the engine's weights without a correction": "",
+        "Rounded the engine's weights where that takes no less time": (
+            "[Which machines round faster](speed.md#rounded-sampling)."
+        ),
         "Kept sampling masks with vLLM": "",
         "Kept sampling masks with lenient reuse": "",
         "Used speculative_reuse with a repetition penalty": "",

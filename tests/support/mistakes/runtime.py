@@ -9,6 +9,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from covey.core.engine import EngineTraits
+from covey.core.findings import CheckWarning
 from covey.core.model import decoder_of
 from tests.support import tiny
 from tests.support.engines import CopyEngine, scripted
@@ -157,6 +158,14 @@ RUNTIME = [
         ("gradient_checkpointing=True", "max_completion_length"),
         when=TRAINING,
         kind=torch.OutOfMemoryError,
+    ),
+    checked(
+        "Rounded the engine's weights where that takes no less time",
+        lambda b: b.build({"engine_dtype": "float8"}),
+        "engine-dtype-slow",
+        "engine_dtype='float8'",
+        "'auto'",
+        kind=CheckWarning,
     ),
     checked(
         "Sampled ahead of training with the built-in engine",

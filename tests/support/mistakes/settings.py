@@ -157,6 +157,19 @@ SETTINGS = [
         "'token_truncate'",
     ),
     setting(
+        "Rounded the engine's weights to a format that vLLM does not offer",
+        {"engine_dtype": "int8", "use_vllm": True},
+        "engine-dtype",
+        "engine_dtype='int8' with use_vllm=True",
+        "bfloat16, float8",
+    ),
+    doubtful(
+        "Rounded the engine's weights without a correction",
+        {"engine_dtype": "int8", "vllm_importance_sampling_correction": False},
+        "engine-dtype-uncorrected",
+        "engine_dtype='int8' with vllm_importance_sampling_correction=False",
+    ),
+    setting(
         "Kept sampling masks with vLLM",
         {"keep_sampling_mask": True, "top_p": 0.9, "use_vllm": True},
         "sampling-mask",

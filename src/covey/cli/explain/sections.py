@@ -7,12 +7,15 @@ from typing import Any
 
 from covey.cli.explain.run import ExplainedRun
 from covey.config.base import OnlineConfig
+from covey.config.engines import SERVER_FORMATS
 from covey.config.objective import BUILT_IN, CLIPPED, OVER_TOKENS
 from covey.config.teachers import OF_THE_POLICY
 from covey.core.distillation import WHOLE_VOCABULARY
+from covey.engines.native.number_formats import FORMATS, fast_product
 from covey.engines.servers.pool_file import PoolFile
 from covey.runtime.waiting import CHOSEN
 from covey.sizing.memory import ASSUMED_PROMPT_TOKENS
+from covey.trainer.engines.rounding import AUTO, LEAST_GAIN, why_slow
 
 
 def count(number: int, noun: str) -> str:
@@ -358,6 +361,40 @@ def sampling(run: ExplainedRun) -> Iterator[str]:
         yield from _sglang(run)
     elif run.args.use_vllm and run.args.vllm_mode == "server":
         yield from _vllm(run)
+    if run.args.engine_dtype is not None:
+        yield from _rounding(run)
+
+
+def _rounding(run: ExplainedRun) -> Iterator[str]:
+    """Sentences on `engine_dtype`, and on whether it pays on this machine."""
+    args, name, here = run.args, str(run.args.engine_dtype), run.device == run.args.device.type
+    if args.samples_elsewhere and name in SERVER_FORMATS:
+        flag, value = SERVER_FORMATS[name]
+        starts = args.vllm_mode == "colocate" if args.use_vllm else not args.sglang_urls
+        if starts:
+            engine = "vLLM in this process" if args.use_vllm else "The SGLang server"
+            yield f"{engine} is started with {flag}={value} (engine_dtype={name!r})."
+    if not args.rounds_engine:
+        return
+    if name == AUTO:
+        fast = [one for one in FORMATS if fast_product(run.device, one) is not None]
+        if not here:
+            yield f"A decoding step is measured where the run starts (engine_dtype={name!r})."
+        elif fast:
+            yield f"""When the run starts, a decoding step of the model is measured as it is and with weights and inputs
+            rounded to {", ".join(fast)} (engine_dtype={name!r}). The fastest format is taken if a step gets at least
+            {LEAST_GAIN:g} times as fast, else none."""
+        else:
+            yield f"""engine_dtype={name!r} changes nothing on this machine, which multiplies no narrower format faster
+            (on a CPU: it has neither AMX nor VNNI)."""
+            return
+    else:
+        yield f"""The built-in engine rounds weights and inputs of linear layers to {name}, once for each rollout batch
+        (engine_dtype)."""
+        if here and (slow := why_slow(run.device, name)):
+            yield f"That does not make decoding faster here: {slow}"
+    yield """Log-probabilities of samples are those of the rounded policy, and the loss is corrected for the difference;
+    sampling/sampling_logp_difference/mean is its size. Evaluations sample from the rounded policy, too."""
 
 
 def _listed(args: OnlineConfig, urls: list[str]) -> tuple[list[str], str]:

@@ -293,7 +293,8 @@ class NativeEngine(PolicyEngine):
             return "its attention is its own implementation"
         # Rounding is no objection, so no autocast; but weights of two dtypes, as gathered ones have, need it.
         uniform = len({weight.dtype for weight in model.parameters() if weight.is_floating_point()}) == 1
-        with torch.autocast(device.type, enabled=False) if uniform else nullcontext():
+        autocast = torch.autocast(device.type, enabled=False) if uniform else nullcontext()
+        with autocast, self._packed.unrounded():
             ids = torch.tensor([self._trial_tokens()], device=device)
             expected = model(input_ids=ids, use_cache=False).logits[:, 2:].float()
             try:
@@ -321,13 +322,16 @@ class NativeEngine(PolicyEngine):
 
     def _new_fused_step(self, softcap: bool) -> FusedStep | None:
         """Step of few operations, if the model has the parts for one and computes the same, which is tried once."""
-        step = find_fused_step(self._model()) if self._fuses is not False else None
+        in_float32 = self.input_device.type == "cpu" and compute_dtype(self._model()) == torch.float32
+        step = find_fused_step(self._model()) if in_float32 and self._fuses is not False else None
         if step is None or self._fuses:
             return step
-        _, expected = self._trial(torch.float32, softcap)
+        with self._packed.unrounded():
+            _, expected = self._trial(torch.float32, softcap)
         self._fused_step = step
         try:
-            _, logits = self._trial(torch.float32, softcap)
+            with self._packed.unrounded():
+                _, logits = self._trial(torch.float32, softcap)
             self._fuses = bool((logits - expected).abs().max() <= 1e-3 * expected.abs().max())
         except (TypeError, AttributeError, RuntimeError) as error:  # rotations of another kind, say
             if is_out_of_memory(error):

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import KW_ONLY, InitVar, dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass, replace
 from functools import cache, partial
 from typing import Any, ClassVar
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from covey.core.engine import EngineTraits, WeightUpdate
 from covey.core.model import inference_mode_of, sdpa_suits
-from covey.engines.native.packed_weights import packed_linears
+from covey.engines.native.packed_weights import Packed, packed_linears
 
 
 def sampling_attention(model: Any) -> str:
@@ -90,11 +90,20 @@ class PolicyEngine:
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext  # mixed precision, gathered weights
     device: torch.device | None = None  # of the model's inputs; None: that of its weights
     tokenizer: Any = None  # reads texts among the settings of requests, such as `stop`
+    dtype: str | None = (
+        None  # weights and inputs of linear layers are rounded to it (`number_formats`); None: they are not
+    )
 
-    traits: ClassVar[EngineTraits] = EngineTraits(shares_policy=True, returns_masks=True, batch_invariant=True)
+    TRAITS: ClassVar[EngineTraits] = EngineTraits(shares_policy=True, returns_masks=True, batch_invariant=True)
 
     def __post_init__(self, model: Callable[[], Any]) -> None:
-        self._model = model
+        self._model, self._packed = model, Packed()
+        self.sample_in(self.dtype)
+
+    def sample_in(self, dtype: str | None) -> None:
+        """Round weights to this format from the next time that the engine wakes; None: do not."""
+        self.dtype = dtype
+        self.traits = replace(self.TRAITS, rounded_to=dtype)
 
     @property
     def input_device(self) -> torch.device:
@@ -111,7 +120,7 @@ class PolicyEngine:
             inference_mode_of(model),
             torch.no_grad(),
             self.forward_context(),
-            packed_linears(model),
+            packed_linears(model, self.dtype) as self._packed,
             attention_implementation(model, sampling_attention(model)),  # a packed layout's has no masks
         ):
             yield

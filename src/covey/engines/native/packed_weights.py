@@ -1,64 +1,131 @@
-"""Products with packed copies of CPU weights: fewer operations and reads for the few rows of a decoding step."""
+"""Products with packed copies of weights: fewer operations and reads for the few rows of a decoding step."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from covey.engines.native.invariance import RowCounts, row_counts
+from covey.core.model import decoder_of, without_adapter
+from covey.engines.native.number_formats import (
+    Kernel,
+    MakeKernel,
+    MklKernel,
+    OnednnKernel,
+    RoundedKernel,
+    row_invariant,
+)
 from covey.runtime.processor import onednn_is_faster
 
-PACKED_ROWS = 64  # row count that weights are packed for; products with other counts are as exact
-FEWEST_ROWS = 4  # of oneDNN's products with AVX-512: of one to three rows they take longer than of four
 LARGE_MODEL = 1 << 25  # numbers in a model's linear layers from which oneDNN's longer calls are worth it
 JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers of one module that read one input
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names of a config: outputs of a router
+
+
+@dataclass(eq=False)
+class Packed:
+    """The packed layers of a model, within `packed_linears`."""
+
+    rounds: bool = True  # False: products of rounded layers are those of their weights
+
+    @contextmanager
+    def unrounded(self) -> Iterator[None]:
+        """Multiply with the weights as they are within the context, to compare two ways of computing the same."""
+        before, self.rounds = self.rounds, False
+        try:
+            yield
+        finally:
+            self.rounds = before
 
 
 @contextmanager
-def packed_linears(model: nn.Module) -> Iterator[None]:
-    """Multiply the model's plain float32 CPU `nn.Linear`s with copies of their weights packed by MKL or oneDNN.
+def packed_linears(model: nn.Module, dtype: str | None = None) -> Iterator[Packed]:
+    """Multiply the model's plain `nn.Linear`s with packed copies of their weights.
 
-    The same product, 1.1 to 2 times as fast for 4 to 64 rows, and a row has the same bits among any others
-    (`invariance`). The copies take as much memory as the weights, which must not change within the context. Quantised
-    weights, adapters and patched modules are left alone.
+    Without a `dtype`, those in float32 on a CPU, by MKL or oneDNN: the same product, 1.1 to 2 times as fast for 4 to 64
+    rows. With one ("bfloat16", "int8" or "float8"), weights and inputs are rounded to that format (`number_formats`),
+    on any device; embeddings, adapters and routers of experts are not. On a CPU a row has the same bits among any
+    others (`invariance`). The copies take memory, and the weights must not change within the context. Quantised
+    weights and patched modules are left alone.
     """
-    groups: list[list[Any]] = []
+    packed, groups = Packed(), list[list[Any]]()
     try:
+        if dtype is not None:
+            groups = _groups(model, roundable(model))
+            _patch(groups, partial(RoundedKernel, dtype), packed)
         if torch.backends.mkl.is_available() and not torch.is_autocast_enabled("cpu"):
-            groups = _groups(model)
-            large = sum(x.weight.numel() for group in groups for x in group) >= LARGE_MODEL
+            others = _groups(model, [module for module in model.modules() if _is_plain(module)])
+            large = sum(x.weight.numel() for group in others for x in group) >= LARGE_MODEL
             onednn = large and onednn_is_faster(few_rows=True)
-            for group in groups:
-                product = PackedProduct(group, onednn)
-                for index, module in enumerate(group):
-                    module.forward = PackedPart(product, index)
-        yield
+            _patch(others, partial(row_invariant, OnednnKernel if onednn else MklKernel), None)
+            groups += others
+        yield packed
     finally:
         for module in (module for group in groups for module in group):
             vars(module).pop("forward", None)
 
 
-def _groups(model: nn.Module) -> list[list[Any]]:
-    """Plain layers, those that read one input together; each once, though modules may share it."""
-    groups: list[list[Any]] = []
+def _patch(groups: Sequence[Sequence[Any]], make: MakeKernel, packed: Packed | None) -> None:
+    for group in groups:
+        product = PackedProduct(group, make, packed)
+        for index, module in enumerate(group):
+            module.forward = PackedPart(product, index)
+
+
+def _groups(model: nn.Module, layers: Sequence[Any]) -> list[list[Any]]:
+    """These layers, those that read one input together; each once, though modules may share it."""
+    wanted, groups = set(layers), list[list[Any]]()
     for parent in model.modules():
         for names in JOINED:
-            layers: list[Any] = [getattr(parent, name, None) for name in names]
-            if all(map(_is_plain, layers)) and len({(x.in_features, x.bias is None) for x in layers}) == 1:
-                groups.append(layers)
+            parts: list[Any] = [getattr(parent, name, None) for name in names]
+            if wanted.issuperset(parts) and len({(x.in_features, x.bias is None) for x in parts}) == 1:
+                groups.append(parts)
     joined = {layer for group in groups for layer in group}
-    return [*groups, *([module] for module in model.modules() if _is_plain(module) and module not in joined)]
+    return [*groups, *([layer] for layer in layers if layer not in joined)]
 
 
 def _is_plain(module: Any) -> bool:
+    whole = _is_linear(module)
+    return whole and module.weight.device.type == "cpu" and module.weight.dtype == torch.float32
+
+
+def _is_linear(module: Any) -> bool:
     if type(module) is not nn.Linear or "forward" in vars(module):
         return False
     weight: Any = module.weight
-    whole = type(weight) is nn.Parameter and weight.dim() == 2  # ZeRO-3 leaves other shapes
-    return whole and weight.device.type == "cpu" and weight.dtype == torch.float32
+    return type(weight) is nn.Parameter and weight.dim() == 2  # ZeRO-3 leaves other shapes
+
+
+def _is_roundable(weight: Any) -> bool:
+    return bool(weight.is_floating_point()) and weight.device.type in ("cpu", "cuda")
+
+
+def adapter_modules(model: nn.Module) -> set[nn.Module]:
+    """Modules of a PEFT model's adapters, without the layers that they adapt."""
+    tuners: list[Any] = [module for module in model.modules() if hasattr(module, "adapter_layer_names")]
+    parts: list[Any] = [getattr(tuner, name, None) for tuner in tuners for name in tuner.adapter_layer_names]
+    return {module for part in parts if isinstance(part, nn.Module) for module in part.modules()}
+
+
+def roundable(model: nn.Module) -> list[Any]:
+    """Linear layers of decoder and head whose weights may be rounded, on a CPU or CUDA GPU: no adapters or routers."""
+    adapters = adapter_modules(model)
+    config: Any = getattr(without_adapter(model), "config", None)
+    text = config.get_text_config() if config is not None else None
+    experts = {getattr(text, name, None) for name in EXPERTS}
+    whole: Any = model
+    parts = [decoder_of(model), whole.get_output_embeddings()] if hasattr(model, "get_decoder") else [model]
+    return [
+        module
+        for module in dict.fromkeys(module for part in parts if part is not None for module in part.modules())
+        if _is_linear(module)
+        and module not in adapters
+        and module.out_features not in experts
+        and _is_roundable(module.weight)
+    ]
 
 
 @dataclass(eq=False)
@@ -66,48 +133,29 @@ class PackedProduct:
     """x @ W.T + b of layers that read one input, [..., in] -> [..., sum of out]; packed on the first call."""
 
     layers: Sequence[Any]
-    onednn: bool
-    _packed: Tensor | None = None
-    _bias: Tensor | None = None
+    make: MakeKernel
+    packed: Packed | None = None  # says whether weights are rounded; None: `make` does not round
+    _kernel: Kernel | None = None
     _width: int = 0  # sum of the layers' outputs
-    _counts: dict[int, RowCounts] = field(default_factory=dict)  # by the number of threads
     _read: Tensor | None = None  # input of `_parts`
     _parts: dict[int, Tensor] = field(default_factory=dict)  # products of single layers that nobody has asked for yet
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._packed is None:
-            self._packed = self._pack()
+        if self.packed is not None and not self.packed.rounds:
+            return torch.cat([nn.functional.linear(x, layer.weight, layer.bias) for layer in self.layers], dim=-1)
+        if self._kernel is None:
+            self._kernel = self._packed_kernel()
             self._width = sum(layer.out_features for layer in self.layers)
-        counts = self._counts.get(torch.get_num_threads()) or self._count_rows(x)
-        return counts.apply(self._multiply, x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], self._width)
+        return self._kernel(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], self._width)
 
-    def _count_rows(self, x: Tensor) -> RowCounts:
-        """Row counts of this product, which are kept once they say something."""
-        key = ("onednn" if self.onednn else "mkl", self._width, x.shape[-1], self._bias is None)
-        counts = row_counts(key, self._multiply, x.shape[-1], x.dtype)
-        if counts.informative:
-            self._counts[torch.get_num_threads()] = counts
-        return counts
+    def takes(self, x: Tensor) -> bool:
+        return bool(x.numel()) and (x.is_floating_point() if self.packed is not None else x.dtype == torch.float32)
 
-    def _multiply(self, x: Tensor) -> Tensor:
-        """Product of rows [n, in] in one call of the library."""
-        rows = x.shape[0]
-        if not self.onednn:
-            # Of the third argument the operator reads the shape alone while the last one equals the rows of x.
-            shape = x.new_empty(1, 1).expand(self._width, x.shape[-1])
-            return torch.ops.mkl._mkl_linear(x, self._packed, shape, self._bias, rows)
-        if rows < FEWEST_ROWS and torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
-            x = nn.functional.pad(x, (0, 0, 0, FEWEST_ROWS - rows))
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")[:rows]
-
-    def _pack(self) -> Tensor:
+    def _packed_kernel(self) -> Kernel:
         weights, biases = [layer.weight.detach() for layer in self.layers], [layer.bias for layer in self.layers]
-        self._bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
-        library = torch.ops.mkldnn if self.onednn else torch.ops.mkl
-        pack = library._reorder_linear_weight if self.onednn else library._mkl_reorder_linear_weight
+        bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
         joined = weights[0] if len(weights) == 1 else torch.cat(weights)  # a head is large: no second copy of it
-        packed: Tensor = pack(joined, PACKED_ROWS)
-        return packed
+        return self.make(joined, bias)
 
     def part(self, index: int, x: Tensor) -> Tensor:
         """Product with one of the layers; the others' are kept until they are asked for with the same input."""
@@ -125,7 +173,13 @@ class PackedPart:
     index: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.float32 and x.numel():
-            return self.product.part(self.index, x)
+        if self.product.takes(x):
+            return self.product.part(self.index, x).to(_result_dtype(x))
         layer = self.product.layers[self.index]
         return nn.functional.linear(x, layer.weight, layer.bias)
+
+
+def _result_dtype(x: Tensor) -> torch.dtype:
+    """Dtype of a linear layer's result."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

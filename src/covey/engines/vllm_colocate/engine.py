@@ -93,6 +93,7 @@ class VllmColocateEngine:
             dtype=config.dtype,
             takes_adapters=self.vllm.vllm_config.lora_config is not None,
             expands_images=True,
+            rounded_to="float8" if getattr(config, "quantization", None) == "fp8" else None,
         )
         self._fall_asleep()
 

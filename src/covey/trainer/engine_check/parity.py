@@ -27,6 +27,7 @@ from covey.trainer.run import Run
 CHECKS = 2  # rollout batches that are looked at: the second comes after an update, of which an engine has to learn
 # Mean difference, in nats, that rounding may explain, by bytes of the narrowest number format on either side.
 ROUNDING = {4: 0.01, 2: 0.1, 1: 0.3}
+ROUNDED_TO = {"bfloat16": torch.bfloat16, "int8": torch.int8, "float8": torch.float8_e4m3fn}  # by `engine_dtype`
 AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}  # by accelerate's names
 TEMPERATURES = [twentieth / 20 for twentieth in range(1, 41)]  # those that people and generation configs name
 ADVICE = "To train all the same, set engine_parity='warn'."
@@ -210,6 +211,10 @@ OTHER_WEIGHTS = (
 OTHER_ATTENTION = (  # an engine that samples with the policy itself cannot have other weights
     "no setting of sampling explains it, and its attention may be of a kind the built-in engine does not know."
 )
+ROUNDED = (
+    "no setting of sampling explains it: this model does not bear weights and inputs in engine_dtype={0!r}. Set"
+    " engine_dtype='bfloat16', or leave it unset."
+)
 REWRITTEN = (  # tools, environments or the user's functions stand between such an engine and its samples
     "no usual temperature explains it. It is an unusual one, or tokens or log-probs of rollouts are not as they were"
     " sampled, as when text is encoded again by a tokenizer that lower-cases: return the ids of replies, each with its"
@@ -222,9 +227,10 @@ def likely_cause(comparison: Comparison, causes: tuple[Cause, ...] = CAUSES, oth
 
 
 def corrected(algorithm: Algorithm, args: OnlineConfig, traits: EngineTraits, params: SamplingParams) -> Algorithm:
-    """The algorithm with weights of tokens by trainer over engine probability, where these may differ."""
+    """The algorithm with weights of tokens by trainer over engine probability where these may differ, else without."""
+    algorithm = replace(algorithm, objective=replace(algorithm.objective, correction=None))
     wanted = args.vllm_importance_sampling_correction or args.rejects_completions
-    if not wanted or (traits.shares_policy and not args.correct_built_in_engine):
+    if not wanted or (traits.samples_policy and not args.correct_built_in_engine):
         return algorithm
     reshaping = reshapes(args, params)
     if traits.reports_after_cut and reshaping:
@@ -268,15 +274,13 @@ class EngineCheck:
 
     def __init__(self, run: Run, collector: Collector, params: SamplingParams, traits: EngineTraits, rescore: Rescore):
         args = run.args
-        autocast = AUTOCAST.get(run.accelerator.mixed_precision)
-        self._traits, self.rescore, self.temperature = traits, rescore, args.temperature
-        self.tolerance = tolerance(args.temperature, run.policy.dtype, autocast, traits.dtype)
+        self._run, self.rescore, self.temperature = run, rescore, args.temperature
+        self.expect(traits)
         self._model_name, self.bos_token_id = type(run.policy).__name__, collector.codec.tokenizer.bos_token_id
         self._gather = run.collectives.named("compare engine and trainer")
         self._action = "off" if args.replay_from else args.engine_parity  # a replay's engine is not there to be asked
         # False if the engine reports a distribution that sampling has cut: no score equals it.
         self.comparable = not (traits.reports_after_cut and reshapes(args, params))
-        self._corrected = run.algorithm.objective.correction is not None  # the loss uses the log-probs
         self._together = run.sharding.weights  # scoring takes all processes, each in step with the others
         self._plays = collector.spec is not None  # rollouts are more than the engine's completions
         looks = self.comparable and self._action != "off"
@@ -285,6 +289,13 @@ class EngineCheck:
         versions = VersionTest(lambda: run.policy, lambda: run.step)
         self.versions = versions if looks and not traits.shares_policy else None
         self._agreed = self._warned = False
+
+    def expect(self, traits: EngineTraits) -> None:
+        """Compare with an engine of these traits; one that begins or ceases to round is another one."""
+        autocast = AUTOCAST.get(self._run.accelerator.mixed_precision)
+        rounded = ROUNDED_TO.get(traits.rounded_to or "")
+        self._traits = traits
+        self.tolerance = tolerance(self.temperature, self._run.policy.dtype, autocast, traits.dtype, rounded)
 
     def wants_samples(self) -> bool:
         """True if samples for the check alone are wanted: for the first comparisons, and to look for stale weights."""
@@ -356,6 +367,8 @@ class EngineCheck:
             return ""  # NaN of the trainer's own are not the engine's fault
         if self._traits.shares_policy:
             otherwise = REWRITTEN if self._plays else OTHER_ATTENTION
+            if self._traits.rounded_to is not None:
+                otherwise = ROUNDED.format(self._traits.rounded_to)
             cause = likely_cause(comparison, (*OF_REQUESTS, other_prompt), otherwise)
             return (
                 f"the engine's log-probs differ from the model's own by {comparison.gap:.2g} on average, so"
@@ -373,7 +386,7 @@ class EngineCheck:
 
     def _check_reported(self, batch: TrainBatch) -> None:
         """Refuse infinite log-probs; say once that there is nothing to correct the loss with."""
-        if not self._corrected or not batch.sampled.any():
+        if self._run.algorithm.objective.correction is None or not batch.sampled.any():
             return
         reported = batch.engine_logprobs
         if reported is not None and (wrong := int((batch.sampled & (reported.isinf() | (reported > 1))).sum())):

@@ -16,6 +16,7 @@ from covey.policy.replicas import FullCopy
 from covey.rollout.vision import Vision
 from covey.runtime.user_code import report
 from covey.trainer.engine_check.parity import AUTOCAST
+from covey.trainer.engines.rounding import check_rounding, given_dtype
 from covey.trainer.run import Run
 
 
@@ -39,9 +40,11 @@ def build_engine(
         "max_context": context,
         "forward_context": accelerator.autocast,
         "tokenizer": tokenizer,
+        "dtype": given_dtype(args),
     }
     in_step = sharded and not args.ds3_gather_for_generation
     report(_check_reuse(args, model, vision, in_step))
+    report(check_rounding(args, model, run.device.type, in_step, run.sharding.name if sharded else ""))
     if in_step:
         steps = partial(lockstep, policy, lambda busy: any(run.collectives.gather(busy, "sample in step")), run.device)
         common |= {"forward_context": partial(_nested, accelerator.autocast, steps), "device": run.device}

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from covey.config.base import OnlineConfig
+from covey.config.engines import SERVER_FORMATS
 from covey.core.findings import CheckError
 from covey.engines.vllm_colocate.engine import ModelGroup, VllmColocateEngine
 from covey.engines.vllm_colocate.process import start_vllm
@@ -91,6 +92,7 @@ def engine_arguments(args: OnlineConfig, model: Any, folder: str, accelerator: A
         "trust_remote_code": args.trust_remote_code,
         "load_format": "dummy",
         "dtype": str(AUTOCAST.get(accelerator.mixed_precision, model.dtype)).removeprefix("torch."),
+        **dict([SERVER_FORMATS[args.engine_dtype]] if args.engine_dtype else []),
         "max_model_len": args.vllm_max_model_length or -1,  # -1: the model's own, or what memory allows
         "logprobs_mode": "raw_logprobs" if args.temperature == 1.0 else "processed_logprobs",  # as the trainer's
         "generation_config": "vllm",  # no defaults from the model's own: only requested settings apply

@@ -124,6 +124,7 @@ def build_seats(
     """
     args = copy.copy(run.args)
     args.use_vllm, args.use_sglang, args.replay_from, args.speculative_reuse = False, False, None, None
+    args.engine_dtype = None  # they wake for single games, and none of their samples is trained on
     samples = replace(run, args=args) if isinstance(run, Run) else run
 
     def make(copied: Any) -> FrozenEngine:

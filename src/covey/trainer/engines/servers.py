@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.config.base import OnlineConfig
+from covey.config.engines import SERVER_FORMATS
 from covey.core.findings import CheckError
 from covey.core.model import unwrapped
 from covey.engines.servers.engine import RemoteEngine
@@ -129,6 +130,8 @@ def start_sglang(args: OnlineConfig, model: Any, accelerator: Any, api_key: str)
     if has_adapter(model) and args.vllm_lora_sync != "merged" and why_not_alone(model) is None:
         rank = adapter_config(unwrapped(model), active_adapter(unwrapped(model)))["r"]
         flags = {"enable_lora": True, "max_lora_rank": rank, "lora_target_modules": "all", **flags}
+    if args.engine_dtype:
+        flags = {**dict([SERVER_FORMATS[args.engine_dtype]]), **flags}
     command, environment = launch.command(name, port, args.sglang_device, flags, os.environ)
     process = ServerProcess(
         command,

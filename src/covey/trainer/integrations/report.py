@@ -76,10 +76,11 @@ class RunReport(TrainerCallback):
         self._step = -1  # of the last page
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero and (promise := exactness(self.trainer)):
-            for display in self.trainer.callback_handler.callbacks:
-                if isinstance(display, ProgressDisplay):
-                    display.tell(promise)
+        lines = [line for line in (exactness(self.trainer), self.trainer.rounding.reason) if line]
+        for display in self.trainer.callback_handler.callbacks if state.is_world_process_zero else ():
+            if isinstance(display, ProgressDisplay):
+                for line in lines:
+                    display.tell(line)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.saves = True

@@ -1,0 +1,302 @@
+"""Number formats of decoding: weights and inputs of linear layers in fewer bits, and products of them.
+
+A weight matrix is rounded by rows, one scale for each output; an input is rounded by rows too, one scale for each
+token. So a token's product depends on no other token. To add a format, add a row to `FORMATS`; to add a faster product
+of a format, a class like `Int8Onednn` to `FAST`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from covey.engines.native.invariance import RowCounts, row_counts
+from covey.runtime.processor import cpu_multiplies_bf16, cpu_multiplies_int8, onednn_is_faster
+
+PACKED_ROWS = 64  # row count that weights are packed for; products with other counts are as exact
+FEWEST_ROWS = 4  # of oneDNN's products with AVX-512: of one to three rows they take longer than of four
+INT_MM_ROWS = 32  # least rows of torch's integer product on a GPU, which refuses 16 and fewer
+MULTIPLE = 16  # numbers of a weight's rows and columns that products of 8 bits on a GPU take
+
+
+@dataclass(frozen=True)
+class Format:
+    """A number format. Rows are scaled so that their largest number is `largest`; None: they are not scaled."""
+
+    dtype: torch.dtype
+    largest: float | None
+
+    def rounded(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Rows of x [n, k] in this format, and the scales [n, 1] float32 to multiply them with, or None.
+
+        A row of zeros has a scale of no matter; one that holds NaN or infinity becomes NaN by its scale.
+
+        Example:
+            >>> values, scales = FORMATS["int8"].rounded(torch.tensor([[1.27, -0.634, 0.0]]))
+            >>> values.tolist(), round(scales.item(), 4)
+            ([[127, -63, 0]], 0.01)
+        """
+        if self.largest is None:
+            return x.to(self.dtype), None
+        x = x.float()
+        scales = (x.abs().amax(dim=-1, keepdim=True) / self.largest).clamp(min=torch.finfo(torch.float32).tiny)
+        scaled = x / scales
+        return (scaled if self.dtype.is_floating_point else scaled.round()).to(self.dtype), scales
+
+
+FORMATS = {
+    "bfloat16": Format(torch.bfloat16, None),
+    "int8": Format(torch.int8, 127.0),
+    "float8": Format(torch.float8_e4m3fn, 448.0),  # e4m3: 3 bits after the first
+}
+"""Formats by the values of `engine_dtype`. Rounding moves a number of int8 by at most 1/254 of its row's largest; of
+float8 by at most 1/16 of itself, of bfloat16 by 1/256."""
+
+
+class Kernel(Protocol):
+    """A product with a packed copy of weights: x [n, in] -> [n, out]."""
+
+    name: str  # kernels of one name and shape compute in one way
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+MakeKernel = Callable[[Tensor, Tensor | None], Kernel]  # from a weight [out, in] and a bias [out]
+
+
+class MklKernel:
+    """x @ W.T + b in float32 by MKL."""
+
+    name = "mkl"
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        self._packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, PACKED_ROWS)
+        self._bias, self._shape = bias, weight.shape
+
+    def __call__(self, x: Tensor) -> Tensor:
+        # Of the third argument the operator reads the shape alone while the last one equals the rows of x.
+        shape = x.new_empty(1, 1).expand(self._shape)
+        product: Tensor = torch.ops.mkl._mkl_linear(x, self._packed, shape, self._bias, x.shape[0])
+        return product
+
+
+class OnednnKernel:
+    """x @ W.T + b by oneDNN, in the dtype of the weight."""
+
+    name = "onednn"
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        if rows < FEWEST_ROWS and torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
+            x = nn.functional.pad(x, (0, 0, 0, FEWEST_ROWS - rows))
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        return product[:rows]
+
+
+class PlainKernel:
+    """x @ W.T + b by torch, with a copy of the weight."""
+
+    name = "torch"
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self._weight, self._bias)
+
+
+class RowInvariant:
+    """A kernel that on a CPU gives a row the same bits among any others, by measured row counts (`invariance`).
+
+    It has to see inputs of full precision when it is measured: sums of rounded numbers are often exact in any order,
+    which says nothing about other rows.
+    """
+
+    def __init__(self, kernel: Kernel, weight: Tensor, bias: Tensor | None):
+        self.kernel, self.name, self._inputs = kernel, kernel.name, weight.shape[1]
+        self._key = (kernel.name, len(weight), weight.shape[1], bias is None)
+        self._counts: dict[int, RowCounts] = {}  # by the number of threads
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.device.type != "cpu":
+            return self.kernel(x)
+        counts = self._counts.get(torch.get_num_threads()) or self._count_rows(x.dtype)
+        return counts.apply(self.kernel, x)
+
+    def _count_rows(self, dtype: torch.dtype) -> RowCounts:
+        """Row counts of this kernel, which are kept once they say something."""
+        counts = row_counts(self._key, self.kernel, self._inputs, dtype)
+        if counts.informative:
+            self._counts[torch.get_num_threads()] = counts
+        return counts
+
+
+def row_invariant(make: MakeKernel, weight: Tensor, bias: Tensor | None) -> Kernel:
+    return RowInvariant(make(weight, bias), weight, bias)
+
+
+class Product(Protocol):
+    """Rounded rows times rounded weights, with the scales of both: values [n, in], scales [n, 1] -> [n, out]."""
+
+    name: str
+
+    def __init__(self, weight: Tensor, scales: Tensor | None): ...  # values [out, in] and scales [out, 1], or None
+
+    def __call__(self, values: Tensor, scales: Tensor | None) -> Tensor: ...
+
+
+def _scaled(y: Tensor, columns: Tensor | None, rows: Tensor | None) -> Tensor:
+    """y [n, out] float32 times scales [1, out] and [n, 1], one after the other, so that every place rounds alike."""
+    return y if columns is None or rows is None else y.mul_(columns).mul_(rows)
+
+
+class FloatProduct:
+    """Any format: its values as ordinary numbers. On a CPU in float32, on a GPU in bfloat16, which hold all of them."""
+
+    name = "as numbers"
+
+    def __init__(self, weight: Tensor, scales: Tensor | None):
+        self._dtype = torch.float32 if weight.device.type == "cpu" else torch.bfloat16
+        make: MakeKernel = PlainKernel
+        if weight.device.type == "cpu" and torch.backends.mkl.is_available():
+            make = OnednnKernel if onednn_is_faster(few_rows=True) else MklKernel
+        self._kernel = row_invariant(make, weight.to(self._dtype), None)
+        self._scales = None if scales is None else scales.view(1, -1)
+
+    def __call__(self, values: Tensor, scales: Tensor | None) -> Tensor:
+        with torch.autocast(values.device.type, enabled=False):
+            return _scaled(self._kernel(values.to(self._dtype)).float(), self._scales, scales)
+
+
+class Bfloat16Onednn:
+    """bfloat16 on a CPU with AMX or AVX512-BF16. Results are rounded to bfloat16, too."""
+
+    name = "bfloat16 of onednn"
+
+    def __init__(self, weight: Tensor, scales: Tensor | None):
+        self._kernel = row_invariant(OnednnKernel, weight, None)
+
+    def __call__(self, values: Tensor, scales: Tensor | None) -> Tensor:
+        return self._kernel(values).float()
+
+
+class Int8Onednn:
+    """int8 on a CPU with AMX or VNNI: sums of whole numbers, so exact whatever their order."""
+
+    name = "int8 of onednn"
+
+    def __init__(self, weight: Tensor, scales: Tensor | None):
+        self._packed = torch.ops.onednn.qlinear_prepack(weight.contiguous(), None)
+        self._scales = torch.ones(len(weight)) if scales is None else scales.flatten()
+        self._zeros = torch.zeros(len(weight), dtype=torch.int64)
+
+    def __call__(self, values: Tensor, scales: Tensor | None) -> Tensor:
+        given = values, 1.0, 0, self._packed, self._scales, self._zeros, None  # it takes no scales of rows
+        y: Tensor = torch.ops.onednn.qlinear_pointwise(*given, 1.0, 0, torch.float32, "none", [], "")
+        return y if scales is None else y.mul_(scales)
+
+
+class Bfloat16Gpu:
+    """bfloat16 on a GPU that multiplies it."""
+
+    name = "bfloat16 of the GPU"
+
+    def __init__(self, weight: Tensor, scales: Tensor | None):
+        self._weight = weight
+
+    def __call__(self, values: Tensor, scales: Tensor | None) -> Tensor:
+        with torch.autocast("cuda", enabled=False):
+            return nn.functional.linear(values, self._weight).float()
+
+
+class Int8Gpu:
+    """int8 on a GPU: sums of whole numbers, so exact whatever their order."""
+
+    name = "int8 of the GPU"
+
+    def __init__(self, weight: Tensor, scales: Tensor | None):
+        self._weight = weight.t()
+        self._scales = None if scales is None else scales.view(1, -1)
+
+    def __call__(self, values: Tensor, scales: Tensor | None) -> Tensor:
+        rows = len(values)
+        if (missing := max(INT_MM_ROWS - rows, -rows % 8)) > 0:
+            values = nn.functional.pad(values, (0, 0, 0, missing))
+        return _scaled(torch._int_mm(values, self._weight)[:rows].float(), self._scales, scales)
+
+
+class Float8Gpu:
+    """float8 on a GPU of compute capability 8.9 and above. Results are rounded to bfloat16."""
+
+    name = "float8 of the GPU"
+
+    def __init__(self, weight: Tensor, scales: Tensor | None):
+        self._weight = weight.t()
+        self._scales = torch.ones(1, len(weight), device=weight.device) if scales is None else scales.view(1, -1)
+
+    def __call__(self, values: Tensor, scales: Tensor | None) -> Tensor:
+        rows = torch.ones(len(values), 1, device=values.device) if scales is None else scales
+        y: Tensor = torch._scaled_mm(values, self._weight, scale_a=rows, scale_b=self._scales, out_dtype=torch.bfloat16)
+        return y.float()
+
+
+FAST: dict[tuple[str, str], tuple[Callable[[], bool], type[Product]]] = {
+    ("cpu", "bfloat16"): (cpu_multiplies_bf16, Bfloat16Onednn),
+    ("cpu", "int8"): (cpu_multiplies_int8, Int8Onednn),
+    ("cuda", "bfloat16"): (lambda: _capability() >= (8, 0), Bfloat16Gpu),
+    ("cuda", "int8"): (lambda: _capability() >= (7, 5), Int8Gpu),
+    ("cuda", "float8"): (lambda: _capability() >= (8, 9), Float8Gpu),
+}
+"""Products that are faster than those of float32, by kind of device and format, with the hardware that they need."""
+
+
+def _capability() -> tuple[int, int]:
+    """Of this machine's GPU; (0, 0) without one."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+
+
+def fast_product(device: str, name: str) -> type[Product] | None:
+    """The class of products of a format that this machine is faster with; None where there is none, or it is wrong."""
+    suits, kind = FAST.get((device, name), (None, None))
+    return kind if suits is not None and kind is not None and suits() and _is_right(kind, device, name) else None
+
+
+@cache
+def _is_right(kind: type[Product], device: str, name: str) -> bool:
+    """True if products of rounded numbers, with the largest among them, are those of float64 up to their rounding."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(rows, 256, generator=generator) for rows in (5, 64))
+    x[0], weight[0] = 1.0, -1.0  # the largest sums
+    (values, _), (weights, _) = (FORMATS[name].rounded(matrix.to(device)) for matrix in (x, weight))
+    expected = values.double() @ weights.double().T
+    try:
+        with torch.no_grad():
+            found = kind(weights, None)(values, None).double()
+    except (RuntimeError, NotImplementedError, AttributeError, TypeError):
+        return False
+    allowed = 0.0 if FORMATS[name].dtype == torch.int8 else 0.01
+    return bool(((found - expected).abs() <= allowed * expected.abs().amax()).all())
+
+
+class RoundedKernel:
+    """x @ W.T + b with rows of x and of W rounded to a format: y_ij = s_i t_j sum_k q(x)_ik q(W)_jk + b_j."""
+
+    def __init__(self, name: str, weight: Tensor, bias: Tensor | None):
+        self.format = FORMATS[name]
+        kind = fast_product(weight.device.type, name)
+        fits = weight.device.type == "cpu" or all(size % MULTIPLE == 0 for size in weight.shape)
+        chosen: Any = kind if kind is not None and fits else FloatProduct
+        self._product: Product = chosen(*self.format.rounded(weight))
+        self._bias = None if bias is None else bias.float()
+        self.name = f"{name}, {self._product.name}"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self._product(*self.format.rounded(x))
+        return y if self._bias is None else y.add_(self._bias)

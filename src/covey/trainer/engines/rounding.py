@@ -1,0 +1,231 @@
+"""`engine_dtype` of a run: the number format that the built-in engine rounds to, as it is given or as it is measured.
+
+`auto` measures a decoding step of the policy with each format that this machine has a faster product for, once, when
+the trainer is made. A resumed run takes what its checkpoint says, since another choice would sample other tokens.
+"""
+
+import asyncio
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from covey.config.base import OnlineConfig
+from covey.core.engine import EngineTraits, RolloutEngine, SampleRequest, SamplingParams, traits_of
+from covey.core.findings import Finding
+from covey.core.model import compute_dtype
+from covey.engines.native.inference_contexts import PolicyEngine
+from covey.engines.native.number_formats import FAST, FORMATS, fast_product
+from covey.engines.native.packed_weights import adapter_modules, roundable
+from covey.policy.adapters import base_model
+from covey.policy.quantization import quantization_method
+from covey.rollout.collector import run_async
+from covey.trainer.run import Run
+
+AUTO = "auto"
+LEAST_GAIN = 1.2  # times that a decoding step must get faster for `auto` to round
+CLEAR = (1.05, 1.5)  # gains below and above which one measurement is enough
+ROUNDS = 3  # measurements of a gain between these, of which the median counts
+STEPS = 4  # decoding steps in a measurement
+PROMPT = 32  # tokens of its prompts
+TOKENS = 251  # different tokens in them, at most
+LEAST_SHARE = 0.5  # share of the weights that decoding multiplies with, below which a warning says that few are rounded
+
+
+@dataclass(eq=False)
+class EngineRounding:
+    """The format that a run's engine rounds to; part of checkpoints."""
+
+    args: OnlineConfig
+    engine: RolloutEngine | None  # None: the trainer was given one, which does not read `engine_dtype`
+    changed: Callable[[EngineTraits], None]  # called where a checkpoint says another format than was chosen
+    reason: str = ""  # a sentence for the log; "": nothing was chosen
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rounded_to": traits_of(self.engine).rounded_to}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.args.engine_dtype != AUTO or not isinstance(self.engine, PolicyEngine):
+            return
+        self.reason = f"engine_dtype=auto: {state['rounded_to'] or 'not rounded'}, as the checkpoint was sampled with."
+        if state["rounded_to"] != self.engine.dtype:
+            self.engine.sample_in(state["rounded_to"])
+            self.changed(self.engine.traits)
+
+
+def given_dtype(args: OnlineConfig) -> str | None:
+    """The format that the config names for the built-in engine; None for none, and for `auto`."""
+    return args.engine_dtype if args.rounds_engine and args.engine_dtype != AUTO else None
+
+
+def check_rounding(args: OnlineConfig, model: Any, device: str, in_step: bool, sharding: str) -> Iterator[Finding]:
+    """Findings about the `engine_dtype` of the built-in engine; `sharding` names what shards the weights, or is ""."""
+    if not args.rounds_engine:
+        return
+    given = f"engine_dtype={args.engine_dtype!r}"
+    if in_step:
+        yield Finding.error(
+            "engine-dtype",
+            f"{given} needs whole weights, and ds3_gather_for_generation=False leaves them spread out.",
+            "Set one of the two back to its default.",
+        )
+        return
+    if (method := quantization_method(base_model(model))) is not None:
+        yield Finding.error(
+            "engine-dtype",
+            f"{given} rounds weights that are numbers, and {method} has quantised this model's.",
+            "Leave engine_dtype unset: the engine samples from the quantised weights as they are.",
+        )
+        return
+    if sharding and args.engine_dtype == AUTO:
+        yield Finding.warning(
+            "setting-unread",
+            f"`engine_dtype='auto'` has no effect: a decoding step is measured with whole weights, and {sharding}"
+            " shards them.",
+            "Name a format, such as engine_dtype='float8'.",
+        )
+    share = 1.0 if sharding else rounded_share(model)  # shards have other shapes
+    if share < LEAST_SHARE:
+        report = Finding.error if share == 0 else Finding.warning
+        yield report(
+            "engine-dtype",
+            f"{given} rounds the weights of linear layers (torch.nn.Linear), which hold {share:.0%} of the numbers in"
+            f" the matrices of this model ({type(base_model(model)).__name__}).",
+            "Leave engine_dtype unset, or sample from a server.",
+        )
+    elif args.engine_dtype != AUTO and (slow := why_slow(device, str(args.engine_dtype))):
+        yield Finding.warning(
+            "engine-dtype-slow",
+            f"{given} does not make decoding faster here: {slow} Samples are those of the rounded weights all the"
+            " same.",
+            "Leave engine_dtype unset, or set 'auto', which rounds only where it pays.",
+        )
+
+
+def rounded_share(model: Any) -> float:
+    """Share of the numbers in a model's matrices, without embeddings and adapters, that rounding applies to."""
+    layers = roundable(model)
+    rounded = {id(layer.weight): layer.weight.numel() for layer in layers}
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    adapters = {id(p) for module in adapter_modules(model) for p in module.parameters()}
+    matrices = {id(p): p.numel() for p in model.parameters() if p.dim() > 1}
+    others = sum(n for key, n in matrices.items() if key not in embeddings | adapters | rounded.keys())
+    total = sum(rounded.values())
+    return total / (total + others) if total + others else 0.0
+
+
+def why_slow(device: str, name: str) -> str:
+    """A sentence on why products of a format take no less time than others on this machine; "" where they do."""
+    if fast_product(device, name) is not None:
+        return ""
+    if (device, name) not in FAST:
+        return f"there are no products of {name} on a device of type {device!r}; they are computed as numbers."
+    if device == "cpu":
+        needs = "AMX or AVX512-BF16" if name == "bfloat16" else "AMX or VNNI"
+        return f"this processor multiplies no {name} (it has neither {needs.replace(' or ', ' nor ')})."
+    return f"this GPU, or this torch, multiplies no {name}."
+
+
+def choose_rounding(run: Run, engine: RolloutEngine | None, changed: Callable[[EngineTraits], None]) -> EngineRounding:
+    """The run's rounding; measures a decoding step where the config says `auto`. Collective."""
+    args = run.args
+    chosen = EngineRounding(args, engine, changed)
+    if not isinstance(engine, PolicyEngine) or not args.rounds_engine or args.replay_from is not None:
+        return chosen
+    if args.engine_dtype != AUTO:
+        chosen.reason = f"engine_dtype={engine.dtype}: weights and inputs of linear layers are rounded in sampling."
+    elif not run.sharding.weights:
+        found = gains(run, engine)
+        dtype, chosen.reason = decision(run.collectives.gather(found, "choose the engine's number format"))
+        engine.sample_in(dtype)
+    return chosen
+
+
+def decision(found: list[Mapping[str, float]]) -> tuple[str | None, str]:
+    """The format that gains most in the process where it gains least, with a sentence; None below `LEAST_GAIN`.
+
+    Example:
+        >>> decision([{"int8": 1.6, "bfloat16": 1.3}, {"int8": 1.25, "bfloat16": 1.3}])[0]
+        'bfloat16'
+    """
+    least = {name: min(gains.get(name, 0.0) for gains in found) for name in found[0]}
+    if not least:
+        return None, "engine_dtype=auto: not rounded, as this machine multiplies no narrower format faster."
+    measured = ", ".join(f"{name} {gain:.2f}" for name, gain in least.items())
+    best = max(least, key=least.__getitem__)
+    if least[best] < LEAST_GAIN:
+        return None, (
+            f"engine_dtype=auto: not rounded, as a decoding step gets less than {LEAST_GAIN:g} times as fast"
+            f" ({measured})."
+        )
+    return (
+        best,
+        f"engine_dtype=auto: {best}, with which a decoding step is {least[best]:.2f} times as fast ({measured}).",
+    )
+
+
+def candidates(run: Run) -> list[str]:
+    """Formats narrower than that which the model computes in, of which this machine has fast products."""
+    with run.accelerator.autocast():
+        width = compute_dtype(run.policy).itemsize
+    device = run.device.type
+    return [name for name in FORMATS if FORMATS[name].dtype.itemsize < width and fast_product(device, name)]
+
+
+def gains(run: Run, engine: PolicyEngine) -> dict[str, float]:
+    """Time of a decoding step by that of one with rounding, for each format that may gain: medians of pairs."""
+    args = run.args
+    samples = args.per_device_train_batch_size * (args.steps_per_generation or 1)
+    size, group = min(args.max_concurrent_completions, samples), args.num_generations or 1
+    tokens = min(TOKENS, run.policy.get_input_embeddings().num_embeddings)
+    found = {}
+    for name in candidates(run):
+        ratios: list[float] = []
+        while len(ratios) < ROUNDS and (not ratios or CLEAR[0] < statistics.median(ratios) < CLEAR[1]):
+            plain, rounded = (step_seconds(engine, dtype, size, group, tokens) for dtype in (None, name))
+            ratios.append(plain / rounded)
+        found[name] = statistics.median(ratios)
+    engine.sample_in(None)
+    return found
+
+
+def step_seconds(
+    engine: PolicyEngine,
+    dtype: str | None,
+    size: int,
+    group: int,
+    tokens: int = TOKENS,
+    steps: int = STEPS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Seconds of a decoding step of `size` sequences that nothing ends, rounded to `dtype`.
+
+    A `group` of sequences has one prompt, of the first `tokens` of the vocabulary.
+    """
+    engine.sample_in(dtype)
+
+    def sample(length: int) -> float:
+        params = SamplingParams(length, extra={"eos_token_id": []})
+        requests = [
+            SampleRequest(
+                [(7 * start + 11 * place) % tokens for place in range(PROMPT)],
+                count := min(group, size - start),
+                params,
+                [*range(start, start + count)],
+            )
+            for start in range(0, size, group)
+        ]
+
+        async def together() -> None:
+            await asyncio.gather(*map(engine.generate, requests))
+
+        began = clock()
+        run_async(together())
+        return clock() - began
+
+    with torch.no_grad(), engine.awake():
+        sample(1 + steps)  # packs weights, and measures kernels
+        return max(1e-9, sample(1 + steps) - sample(1)) / steps
