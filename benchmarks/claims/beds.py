@@ -313,6 +313,92 @@ class RoundingBed:
 
 
 @dataclass(frozen=True)
+class RoutingBed:
+    """Log-probs of an engine in bf16 against a trainer's pass over the same completions, of a tiny random model.
+
+    An arm names the trainer's number format (`dtype`), the model (`mixture`, else a dense one with as many active
+    channels) and the replay of the engine's experts (`replay`). A run finds for each completion the mean over its
+    tokens of k3 = r - 1 - log r, r = p(trainer) / p(engine); and the share of (token, layer) pairs with other experts.
+    """
+
+    name: ClassVar[str] = "tiny mixture, no training"
+    at_once: ClassVar[int] = 1
+    completions: int = 512
+    tokens: int = 32
+    group: int = 8
+    layers: int = 8
+    experts: int = 32
+    top_k: int = 4
+    spread: float = 0.2  # standard deviation of the weights: a router that is far from uniform
+
+    def run(self, arms: Arms, runs: Sequence[tuple[str, int]], folder: str) -> Runs:
+        return {(arm, seed): self.measure(seed, **arms[arm]) for arm, seed in runs}
+
+    def model(self, mixture: bool, seed: int) -> Any:
+        from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+        sizes = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": self.layers, "num_attention_heads": 4}
+        sizes |= {"num_key_value_heads": 4, "max_position_embeddings": 64, "pad_token_id": 0, "eos_token_id": 1}
+        torch.manual_seed(seed)
+        experts = {"num_local_experts": self.experts, "num_experts_per_tok": self.top_k, "intermediate_size": 32}
+        model: Any = (
+            MixtralForCausalLM(MixtralConfig(**sizes, **experts, bos_token_id=None))
+            if mixture
+            else LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=32 * self.top_k, bos_token_id=None))
+        )
+        with torch.no_grad():
+            for weight in model.parameters():
+                if weight.dim() > 1:
+                    weight.normal_(std=self.spread)
+        return model.eval().bfloat16()
+
+    def measure(self, seed: int, dtype: str, mixture: bool = True, replay: bool = False) -> Result:
+        import asyncio
+
+        from covey.core.batch import collate
+        from covey.core.engine import SampleRequest, SamplingParams
+        from covey.core.records import Rollout
+        from covey.core.routes import differing
+        from covey.engines.native.engine import NativeEngine
+        from covey.policy.scoring import TokenScorer
+
+        model = self.model(mixture, seed)
+        engine = NativeEngine(lambda: model, eos_token_ids={1}, pad_token_id=0)
+        params = SamplingParams(max_tokens=self.tokens, keep_routes=mixture)
+        random_ids = random.Random(seed)
+        prompts = [[random_ids.randrange(2, 128) for _ in range(8)] for _ in range(self.completions // self.group)]
+
+        async def sample() -> list[Any]:
+            seeds = [[1000 * number + n for n in range(self.group)] for number in range(len(prompts))]
+            asked = [SampleRequest(ids, self.group, params, own) for ids, own in zip(prompts, seeds, strict=True)]
+            return await asyncio.gather(*map(engine.generate, asked))
+
+        with torch.no_grad():
+            with engine.awake():
+                answers = asyncio.run(sample())
+            rollouts = [
+                Rollout(
+                    ids, one.token_ids, [True] * len(one.token_ids), one.logprobs, "", one.finish, routes=one.routes
+                )
+                for ids, group in zip(prompts, answers, strict=True)
+                for one in group
+            ]
+            trainer = model if dtype == "bfloat16" else model.float()
+            batch = collate(rollouts)
+            scored = batch if replay else batch.unrouted()
+            scorer = TokenScorer(lambda one: one, temperature=1.0, layout="packed")
+            scores = scorer(trainer, scored).logprobs.double()
+            share = 0.0
+            if mixture:
+                routes = scorer.routes(trainer, scored)[1]
+                share = differing(batch.routes, routes).double().mean().item()  # type: ignore[arg-type]
+        logs = scores - torch.cat([torch.tensor(one.logprobs) for one in rollouts]).double()
+        parts = (logs.exp() - 1 - logs).split([len(one.completion_ids) for one in rollouts])
+        means = [float(f"{one.mean():.6g}") for one in parts]
+        return {"k3": means, "differing": float(f"{share:.6g}"), "tokens": len(logs)}
+
+
+@dataclass(frozen=True)
 class WeightsBed:
     """Share of the weights of SmolLM2-135M that a step of AdamW leaves as they were in bf16; trained in float32.
 

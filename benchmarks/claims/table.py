@@ -4,7 +4,7 @@ from functools import partial
 from math import log
 
 from benchmarks.claims import exact
-from benchmarks.claims.beds import DistillationBed, RoundingBed, StudyBed, TinyBed, WeightsBed
+from benchmarks.claims.beds import DistillationBed, RoundingBed, RoutingBed, StudyBed, TinyBed, WeightsBed
 from benchmarks.claims.claim import Best, Claim, Condition, Count, Enumerated, Part, Shares
 from benchmarks.claims.games import KuhnBed
 from benchmarks.claims.measures import (
@@ -299,13 +299,61 @@ CLAIMS = (
     Claim(
         7,
         "Routing replay brings mixtures of experts to the level of dense models",
-        arxiv("2510.11370"),
-        (),
-        "A random router is nearly uniform, so routes change more often than in trained models.",
+        f"R3, {arxiv('2510.11370')}",
+        (
+            Part(
+                "H1",
+                "k3 of engine and trainer in bf16, without / with replay of the engine's experts at least 2.",
+                "superiority",
+                0.0,
+                Listed("k3"),
+                "off",
+                "R3",
+                "×",
+                "pairs",
+                log(2),
+            ),
+            Part(
+                "H2",
+                "k3 with replay at most 1.5 times a dense model's: dense / R3 at least 1 / 1.5.",
+                "superiority",
+                0.0,
+                Listed("k3"),
+                "dense",
+                "R3",
+                "×",
+                "pairs",
+                -log(1.5),
+            ),
+            Part(
+                "H3",
+                "H1 with a trainer in float32 on the same weights.",
+                "superiority",
+                0.0,
+                Listed("k3"),
+                "off, float32",
+                "R3, float32",
+                "×",
+                "pairs",
+                log(2),
+            ),
+        ),
+        "Weights are random, with a router far from uniform: how often routes change in a trained model is another"
+        " figure; the share here is written down.",
         5,
-        missing="Covey has no routing replay: an engine that returns the experts of each token, and a forward pass"
-        " that takes"
-        " them. The claim gets its arms with it.",
+        RoutingBed(),
+        {
+            "off": {"dtype": "bfloat16"},
+            "R3": {"dtype": "bfloat16", "replay": True},
+            "dense": {"dtype": "bfloat16", "mixture": False},
+            "off, float32": {"dtype": "float32"},
+            "R3, float32": {"dtype": "float32", "replay": True},
+        },
+        seeds=1,
+        extends=False,
+        changed="δ is 0, as the hypotheses have thresholds of their own. R2 is no arm: it replays what the trainer"
+        " itself chose, so between engine and trainer it changes nothing before the first update.",
+        methods=("routing_replay",),
     ),
     Claim(
         8,

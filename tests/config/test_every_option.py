@@ -97,6 +97,7 @@ ELSEWHERE = {
     "resume_from_checkpoint": "tests/trainer/test_resume.py",
     "restore_callback_states_from_checkpoint": "callbacks that keep a state: transformers restores it",
     "router_aux_loss_coef": "a mixture of experts: tests/trainer/models",
+    "routing_replay": "a mixture of experts: tests/trainer/models/test_routing_replay.py",
     "disable_tqdm": "a terminal: tests/observability/test_progress_display.py",
     "trust_remote_code": "a checkpoint with code of its own: tests/policy/test_loading.py",
     "dataloader_num_workers": "processes: tests/data/test_data_workers.py",

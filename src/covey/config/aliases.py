@@ -136,6 +136,11 @@ ALIASES: dict[str, Alias] = {
     "tau_pos": Alias("sapo_temperature_pos"),
     "tau_neg": Alias("sapo_temperature_neg"),
     "off_policy_sequence_mask_delta": Alias("off_policy_mask_threshold"),
+    "router_replay_mode": Alias(
+        "routing_replay",
+        "'disabled' means None",
+        lambda mode, _: None if str(mode).lower() in ("disabled", "none") else mode,
+    ),
     # distillation: TRL, ms-swift and others
     "teacher_model_name_or_path": Alias("teacher"),
     "loss_top_k distillation_topk gkd_logits_topk topk_logits_k": Alias("teacher_top_k", kind=int),

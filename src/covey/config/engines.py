@@ -129,6 +129,12 @@ class MismatchFields:
     engine_parity: str = limited("raise", choices=("raise", "warn", "off"))
     """When the first samples of an engine have other log-probabilities than the trainer gives them, by more than
     rounding explains: `raise` ends the run and names the likely cause, `warn` continues, `off` does not compare."""
+    routing_replay: str | None = limited(
+        None, choices=("R2", "R3"), advice="Unset, every forward pass of a mixture of experts chooses its own experts."
+    )
+    """Experts of a mixture of experts that the loss is computed with: `R2` replays in updates what the trainer's old
+    policy chose (GSPO, arXiv 2507.18071), `R3` what the engine chose, in scoring and updates alike (arXiv 2510.11370).
+    Their weights follow the current router. Unset: each forward pass chooses."""
 
 
 @dataclass
@@ -346,6 +352,33 @@ def engine_dtype_is_read(args: Args) -> Iterator[Finding]:
             f"{given} with vllm_importance_sampling_correction=False: samples of the rounded policy are trained on as"
             " if the policy had sampled them, which biases the gradient, and their difference is not logged.",
             "Leave the correction on.",
+        )
+
+
+def routes_can_be_replayed(args: Args) -> Iterator[Finding]:
+    given = f"routing_replay={args.routing_replay!r}"
+    if args.routing_replay is None:
+        return
+    if args.torch_compile:
+        yield Finding.error(
+            "routing-replay",
+            f"{given} with torch_compile=True: the routers' forward passes are answered while they run, and a compiled"
+            " model does not run them.",
+            "Leave one of the two out.",
+        )
+    if args.routing_replay == "R3" and args.use_vllm and args.vllm_mode == "colocate":
+        yield Finding.error(
+            "routing-replay",
+            f"{given} with vllm_mode='colocate': experts are read from the answers of servers.",
+            "Set vllm_mode='server' and start vLLM with --enable-return-routed-experts, or sample with the built-in"
+            " engine.",
+        )
+    if args.routing_replay == "R2" and args.algebra().on_policy:
+        yield from ignored(
+            args,
+            ["routing_replay"],
+            "every rollout batch has one update, and the weights that are updated are the old policy's: 'R2' acts with"
+            " several updates for each, 'R3' replays the engine's experts",
         )
 
 

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from covey.core.media import Media
 from covey.core.records import Rollout
+from covey.core.routes import some, spread, unknown_like
 
 LOSS_FIELDS = (  # numbers of each token that the loss reads
     "advantages",
@@ -25,7 +26,7 @@ LOSS_FIELDS = (  # numbers of each token that the loss reads
     "mismatch_weights",
 )
 WIDE_FIELDS = ("named_ids", "teacher_tops", "teacher_hidden")  # several numbers of each token, [N, K]
-OF_ROLLOUTS = ("token_ids", "sampled", "observed", "jumps", "kept_counts", "chosen", "origin")
+OF_ROLLOUTS = ("token_ids", "sampled", "observed", "jumps", "kept_counts", "chosen", "origin", "routes")
 TOKEN_FIELDS = (*OF_ROLLOUTS, *LOSS_FIELDS, "teacher_logprobs", "teacher_numbers", *WIDE_FIELDS)
 
 UNREPORTED = {
@@ -99,6 +100,10 @@ class TrainBatch:
     # [N] int64 or None, the number of that head where there are several, -1 without a teacher
     teacher_hidden: Tensor | None = None
     teacher_numbers: Tensor | None = None
+    # [N, L, k] and [M, L, k] uint8 or int16 or None: experts to send each token of the completions and of the prompts
+    # to (`covey.core.routes`). Both or neither; prompts of equal tokens and other routes are distinct.
+    routes: Tensor | None = None
+    prompt_routes: Tensor | None = None
     # [B] images of each rollout, on the CPU until their micro-batch runs, or None where no rollout has any
     media: list[tuple[Media, ...]] | None = None
     entropy_threshold: float | None = None  # tokens with less are left out of the loss (`top_entropy_quantile`)
@@ -134,7 +139,7 @@ class TrainBatch:
         return TrainBatch(
             **self.of_tokens(TOKEN_FIELDS, tokens),
             lengths=self.lengths[rows],
-            prompt_ids=self.prompt_ids[token_index(prompts, self.prompt_lengths)],
+            **self._each(("prompt_ids", "prompt_routes"), itemgetter(token_index(prompts, self.prompt_lengths))),
             prompt_lengths=self.prompt_lengths[prompts],
             groups=groups,
             term_scales={name: scales[rows] for name, scales in self.term_scales.items()},
@@ -167,6 +172,15 @@ class TrainBatch:
                 values[name] = change(value) if isinstance(value, Tensor) else value
         return values
 
+    def unrouted(self) -> "TrainBatch":
+        """The same without routes: each pass chooses the experts itself."""
+        if self.prompt_routes is None:
+            return self
+        # prompts that differ in their routes alone are distinct no longer
+        prompts = distinct_prompts((prompt.tolist() for prompt in self.prompts()), self.lengths.device)
+        prompts["groups"] = prompts["groups"][self.groups]
+        return replace(self, **prompts, routes=None)
+
     def silenced(self) -> "TrainBatch":
         """The same with 0 wherever no token was sampled: no number there, however wild, plays a part in the loss."""
         return replace(self, **self._each(LOSS_FIELDS, lambda values: torch.where(self.sampled, values, 0.0)))
@@ -176,10 +190,12 @@ class TrainBatch:
         length = torch.ones(1, dtype=torch.long, device=self.lengths.device)
         return TrainBatch(
             **self._each(
-                (*TOKEN_FIELDS, "term_tokens", "term_scales"),
+                (*(name for name in TOKEN_FIELDS if name != "routes"), "term_tokens", "term_scales"),
                 lambda values: values.new_zeros(1, *values.shape[1:]),
             ),
             **self._each(["kept_ids"], methodcaller("new_zeros", 0)),
+            routes=None if self.routes is None else unknown_like(self.routes, 1),
+            prompt_routes=None if self.routes is None else unknown_like(self.routes, 1),
             lengths=length,
             prompt_ids=torch.zeros_like(length),
             prompt_lengths=length,
@@ -209,6 +225,10 @@ class TrainBatch:
     def prompts(self) -> list[Tensor]:
         """The P prompts' tokens, each [its length]."""
         return list(self.prompt_ids.split(self.prompt_lengths.tolist()))
+
+    def routes_of_prompts(self) -> list[Tensor]:
+        """The P prompts' routes, each [its length, L, k]; empty without routes."""
+        return [] if self.prompt_routes is None else list(self.prompt_routes.split(self.prompt_lengths.tolist()))
 
     def completions(self) -> list[Tensor]:
         """The B completions' tokens, each [its length]."""
@@ -246,11 +266,17 @@ def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool | Sequence[bool
     # An engine that reports nothing for no tokens may still report log-probs, unless all completions are empty.
     reported = any(reporting) or (bool(reporting) and not token_ids)
     cut = any(map(len, kept))  # else every token was drawn from all
+    shape, of_prompts, routes = some([rollout.routes for rollout in rollouts]), list[Tensor](), list[Tensor]()
+    for one in rollouts if shape is not None else ():
+        own = spread(one.routes, len(one.prompt_ids), len(one.completion_ids), shape)
+        of_prompts.append(own[0])
+        routes.append(own[1])
     batch = TrainBatch(
         token_ids=torch.tensor(token_ids, dtype=torch.long),
         lengths=torch.tensor(lengths, dtype=torch.long),
         sampled=torch.tensor(sampled, dtype=torch.bool),
-        **distinct_prompts(map(attrgetter("prompt_ids"), rollouts)),
+        **distinct_prompts(map(attrgetter("prompt_ids"), rollouts), routes=of_prompts or None),
+        routes=torch.cat(routes) if routes else None,
         engine_logprobs=torch.tensor(logprobs, dtype=torch.float32) if reported else None,
         kept_counts=torch.tensor(list(map(len, kept)), dtype=torch.long) if cut else None,
         kept_ids=torch.tensor(list(chain.from_iterable(kept)), dtype=torch.int32) if cut else None,
@@ -263,13 +289,29 @@ def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool | Sequence[bool
     return batch
 
 
-def distinct_prompts(prompts: Iterable[Sequence[int]], device: torch.device | None = None) -> dict[str, Any]:
-    """Fields of a `TrainBatch` that hold the prompts of its rollouts, each distinct one once."""
-    numbers: dict[tuple[int, ...], int] = {}
-    groups = [numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts]
+def distinct_prompts(
+    prompts: Iterable[Sequence[int]], device: torch.device | None = None, routes: Sequence[Tensor] | None = None
+) -> dict[str, Any]:
+    """Fields of a `TrainBatch` that hold the prompts of its rollouts, each distinct one once, with their `routes`.
+
+    Prompts of equal tokens that an engine sent to other experts are distinct.
+    """
+    numbers: dict[tuple[Any, ...], int] = {}
+    first: list[int] = []  # of each distinct prompt, the first rollout that has it
+    groups: list[int] = []
+    for index, prompt in enumerate(prompts):
+        key = (*prompt,) if routes is None else (*prompt, routes[index].cpu().numpy().tobytes())
+        groups.append(numbers.setdefault(key, len(numbers)))
+        if groups[-1] == len(first):
+            first.append(index)
     tensor = partial(torch.tensor, dtype=torch.long, device=device)
-    ids, lengths = list(chain.from_iterable(numbers)), list(map(len, numbers))
-    return {"groups": tensor(groups), "prompt_ids": tensor(ids), "prompt_lengths": tensor(lengths)}
+    distinct = list(numbers) if routes is None else [key[:-1] for key in numbers]
+    found = {"groups": tensor(groups), "prompt_lengths": tensor(list(map(len, distinct)))}
+    found["prompt_ids"] = tensor(list(chain.from_iterable(distinct)))
+    if routes is None:
+        return {**found, "prompt_routes": None}
+    own = [routes[index] for index in first] or list(routes[:1])
+    return {**found, "prompt_routes": torch.cat(own).to(device or "cpu") if own else None}
 
 
 def unreported(name: str, batch: TrainBatch, dtype: torch.dtype | None = None) -> Tensor:
@@ -278,10 +320,23 @@ def unreported(name: str, batch: TrainBatch, dtype: torch.dtype | None = None) -
     return torch.full(shape, UNREPORTED[name], dtype=dtype, device=batch.lengths.device)
 
 
+def with_unknown_routes(batch: TrainBatch, shape: Tensor) -> TrainBatch:
+    """A batch without routes with such that are not known, of the `shape` [..., L, k] and dtype of other routes."""
+    like = shape.to(batch.lengths.device)
+    of_prompts = unknown_like(like, len(batch.prompt_ids))
+    return replace(batch, routes=unknown_like(like, batch.num_tokens), prompt_routes=of_prompts)
+
+
 def join(batches: Sequence[TrainBatch]) -> TrainBatch:
     """Concatenate batches; equal prompts are stored once. What only some engines reported is filled (`UNREPORTED`)."""
     device = batches[0].lengths.device
-    prompts = distinct_prompts((prompt.tolist() for batch in batches for prompt in batch.prompts()), device)
+    shape = some([batch.routes for batch in batches])
+    if shape is not None:
+        batches = [batch if batch.routes is not None else with_unknown_routes(batch, shape) for batch in batches]
+    routes = [own for batch in batches for own in batch.routes_of_prompts()]
+    prompts = distinct_prompts(
+        (prompt.tolist() for batch in batches for prompt in batch.prompts()), device, None if shape is None else routes
+    )
     offsets = [0, *accumulate(len(batch.prompt_lengths) for batch in batches)]
     rows = torch.cat([batch.groups + offset for batch, offset in zip(batches, offsets, strict=False)])
     prompts["groups"] = prompts["groups"][rows]

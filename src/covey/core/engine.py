@@ -108,6 +108,7 @@ class SamplingParams:
         keep_mask: return the tokens that each token was drawn from (`Completion.sampling_mask`), and log-probs and
             entropies of the distribution that was sampled from, after all filters. The keep-sampling-mask of
             DeepSeek-V3.2 (arXiv 2512.02556, section 3.1).
+        keep_routes: return the experts that each token was sent to (`Completion.routes`), of a mixture of experts.
     """
 
     max_tokens: int
@@ -118,6 +119,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     extra: dict[str, Any] = field(default_factory=dict)
     keep_mask: bool = False
+    keep_routes: bool = False
 
     @property
     def truncates(self) -> bool:
@@ -227,6 +229,7 @@ class EngineTraits:
             merged.
         expands_images: each image is sent as a single token, which the engine expands.
         returns_masks: it obeys `SamplingParams.keep_mask`.
+        returns_routes: it obeys `SamplingParams.keep_routes`, for the models that `covey.core.routing` knows.
         batch_invariant: on a CPU the same request and weights give the same bits of log-probs too, whatever else is
             sampled. Otherwise they agree up to rounding, and so do repeated and resumed runs.
     """
@@ -238,6 +241,7 @@ class EngineTraits:
     takes_adapters: bool = False
     expands_images: bool = False
     returns_masks: bool = False
+    returns_routes: bool = False
     batch_invariant: bool = False
     rounded_to: str | None = None
 

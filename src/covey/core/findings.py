@@ -55,6 +55,7 @@ CHECKED = {
     # sampling
     "sampling-mask": Code(CONFIG, "sampling masks cannot be kept"),
     "draft-reuse": Code(CONFIG, "earlier completions cannot be reused"),
+    "routing-replay": Code(CONFIG, "routes of experts cannot be replayed in such a run"),
     "async-sampling": Code(CONFIG, "rollouts cannot be sampled ahead of training"),
     "async-uncorrected": Code(CONFIG, "stale samples are trained on as if they were fresh"),
     "async-sleep": Code(CONFIG, "servers that sample ahead hardly sleep"),
@@ -164,6 +165,7 @@ CHECKED = {
     "model-layout": Code(MODEL, "a layout does not suit the model"),
     "model-head": Code(MODEL, "the model's head cannot be computed as asked"),
     "model-experts": Code(MODEL, "the load of the experts cannot be balanced"),
+    "model-routes": Code(MODEL, "the experts of the model's tokens cannot be read"),
     "model-arguments": Code(MODEL, "arguments of loading do not go with the model"),
     "quantised-weights": Code(MODEL, "quantised weights cannot be used so"),
     "adapter-type": Code(MODEL, "an adapter cannot be trained here"),
@@ -199,6 +201,7 @@ DIAGNOSED = {
     "data-columns": Code(DATA, "a reward reads a column that is missing, constant or of other rows"),
     "data-contradicts": Code(DATA, "prompts have several right answers in the data"),
     "reward-failing": Code(RUNNING, "a reward function fails, or gives no reward"),
+    "routes-differ": Code(ENGINE, "engine and trainer send tokens to other experts"),
     "engine-mismatch": Code(ENGINE, "the engine samples from another policy than the one that is trained"),
     "prompt-round-trip": Code(DATA, "prompts lose text or control tokens on their way to the model"),
     "template": Code(DATA, "prompts are not written as the model expects them"),

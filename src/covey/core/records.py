@@ -117,6 +117,9 @@ class Completion:
     versions: list[int] | None = None
     # ids of the tokens that each token was drawn from (none: from all), under `SamplingParams.keep_mask`; else None
     sampling_mask: list[list[int]] | None = None
+    # experts of the tokens of the prompt and of the completion, from the first on, under `SamplingParams.keep_routes`,
+    # else None: [R, L, k] uint8 or int16 (`covey.core.routes`). The last token, no input of the model, has none
+    routes: Tensor | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(slots=True)
@@ -160,6 +163,8 @@ class Rollout:
     # who wrote each completion token during the episode: 1 + the place of the message's role in `WRITERS`, or 0 where
     # the policy or a program did. The template's own tokens count with the message. None where nobody says
     observed: list[int] | None = None
+    # experts of the first R tokens of prompt and completion, as an engine returns them: [R, L, k], or None
+    routes: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         tokens = len(self.completion_ids)
@@ -170,6 +175,12 @@ class Rollout:
                     f"a Rollout of {tokens} completion_ids was given {len(values)} {name}: give one for each token of"
                     " the completion, those of tool results included."
                 )
+        if self.routes is not None and len(self.routes) > len(self.prompt_ids) + tokens:
+            raise ValueError(
+                f"a Rollout of {len(self.prompt_ids)} prompt_ids and {tokens} completion_ids was given the routes of"
+                f" {len(self.routes)} tokens: give those of the prompt's tokens and of the completion's, from the first"
+                " on."
+            )
         if self.turn_ends and not 0 <= min(self.turn_ends) <= max(self.turn_ends) < tokens:
             raise ValueError(
                 f"a Rollout of {tokens} completion_ids was given turn_ends={self.turn_ends}: give the index of the last"

@@ -79,8 +79,8 @@ def _each(batch: TrainBatch) -> Iterator[tuple[int, list[tuple[int, list[range]]
         begin += length
 
 
-def unfolded(batch: TrainBatch) -> tuple[TrainBatch, Tensor]:
-    """A batch with one row per strand, and the rollout of each row [R].
+def unfolded(batch: TrainBatch) -> tuple[TrainBatch, Tensor, Tensor]:
+    """A batch with one row per strand, the rollout of each row [R], and the index in `batch` of each row's tokens.
 
     A row repeats the tokens it shares with earlier ones, and each token that the loss reads (`TrainBatch.scored`) is
     `sampled` in one row alone: the sampled tokens of the rows are those of the rollouts, in the same order.
@@ -88,22 +88,26 @@ def unfolded(batch: TrainBatch) -> tuple[TrainBatch, Tensor]:
     device = batch.lengths.device
     firsts, owners, lengths, source, own = list[tuple[int, ...]](), list[int](), list[int](), list[int](), list[bool]()
     tokens, given = batch.token_ids.tolist(), [tuple(prompt.tolist()) for prompt in batch.prompts()]
+    of_prompts, routes = batch.routes_of_prompts(), list[Tensor]()
     for rollout, (group, (begin, found)) in enumerate(zip(batch.groups.tolist(), _each(batch), strict=True)):
         for context, path in found:
-            firsts.append(given[group][:context] if context >= 0 else (tokens[begin - 1 - context],))
+            alone = begin - 1 - context  # the token that stands for the prompt, where there is none
+            firsts.append(given[group][:context] if context >= 0 else (tokens[alone],))
+            if batch.routes is not None:
+                routes.append(of_prompts[group][:context] if context >= 0 else batch.routes[alone : alone + 1])
             owners.append(rollout)
             source += [begin + index for part in path for index in part]
             own += [False] * sum(map(len, path[:-1])) + [True] * len(path[-1])
             lengths.append(sum(map(len, path)))
     taken = torch.tensor(source, dtype=torch.long, device=device)
     rows = TrainBatch(
-        **{**batch.of_tokens(("token_ids", "kept_counts"), taken), "term_tokens": {}},
-        **distinct_prompts(firsts, device),
+        **{**batch.of_tokens(("token_ids", "kept_counts", "routes"), taken), "term_tokens": {}},
+        **distinct_prompts(firsts, device, routes if batch.routes is not None else None),
         lengths=torch.tensor(lengths, dtype=torch.long, device=device),
         sampled=batch.scored[taken] & torch.tensor(own, dtype=torch.bool, device=device),
         media=None if batch.media is None else [batch.media[owner] for owner in owners],
     )
-    return rows, torch.tensor(owners, dtype=torch.long, device=device)
+    return rows, torch.tensor(owners, dtype=torch.long, device=device), taken
 
 
 def even_shares(batch: TrainBatch, *, turns: bool, tokens: Tensor | None = None) -> Tensor:

@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import psutil
 import pyarrow as pa
 import torch
@@ -25,6 +26,7 @@ from transformers import TrainerCallback
 from covey.core.batch import TrainBatch
 from covey.core.engine import EngineTraits
 from covey.core.records import FinishReason, PromptSample, Rollout, RolloutBatch
+from covey.core.routes import read_bytes, to_bytes
 from covey.core.terms import term_sizes, term_weights
 from covey.observability.excerpts import thumbnails
 from covey.observability.metrics import Timeline, drawn
@@ -324,6 +326,9 @@ def _of_tokens(rollouts: list[Rollout], batch: TrainBatch) -> dict[str, Any]:
     columns["strands"] = lists([[n for pair in rollout.strands for n in pair] for rollout in rollouts], pa.int32())
     columns["token_ids"] = lists([rollout.completion_ids for rollout in rollouts], pa.int32())
     columns["sampling_mask"] = lists([rollout.sampling_mask for rollout in rollouts], pa.list_(pa.int32()))
+    if any(rollout.routes is not None for rollout in rollouts):
+        files = [None if one.routes is None else np.frombuffer(to_bytes(one.routes), np.uint8) for one in rollouts]
+        columns["routes"] = pa.array(files, pa.list_(pa.uint8()))
     for name in OF_TOKENS:
         if (values := getattr(batch, name)) is not None:
             columns[name] = pa.ListArray.from_arrays(offsets, pa.array(values.float().cpu().numpy()))
@@ -341,6 +346,7 @@ class Replay:
     reward_names: list[str]
     rank: int = 0
     processes: int = 1
+    needs_routes: bool = False  # rollouts without the experts of their tokens are refused
 
     def __post_init__(self) -> None:
         described = read_run(self.folder)
@@ -382,6 +388,11 @@ class Replay:
                 f"replay_from={str(self.folder)!r} has rollouts with images, which a record does not hold: only runs"
                 " on text can be replayed."
             )
+        if self.needs_routes and any(row.get("routes") is None for row in rows if any(row["sampled"])):
+            raise ValueError(
+                f"replay_from={str(self.folder)!r} has rollouts without the experts of their tokens, which"
+                " routing_replay='R3' replays: replay a run that was trained with it, or leave it unset."
+            )
         return as_scored(rows, names, [rollout_of(row) for row in rows])
 
 
@@ -402,12 +413,13 @@ def as_scored(rows: list[dict[str, Any]], names: list[str], rollouts: list[Rollo
 
 def rollout_of(row: dict[str, Any]) -> Rollout:
     """The rollout of a row with tokens."""
-    strands = row["strands"]
+    strands, routes = row["strands"], row.get("routes")
     return Rollout(
         **{name: row[name] for name in (*AS_THEY_ARE, *LISTS, "error", "sampling_mask") if name in row},
         completion_ids=row["token_ids"],
         finish=FinishReason(row["finish"]),
         strands=list(zip(strands[::2], strands[1::2], strict=True)),
+        routes=None if routes is None else torch.from_numpy(read_bytes(bytes(routes))),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from covey.core.batch import TrainBatch
+from covey.core.batch import TrainBatch, segment_starts
 from covey.core.findings import CheckError
 from covey.core.model import compute_dtype, decoder_of, name_of, sdpa_suits
 from covey.policy.attention import PACKED_ATTENTION, TokenTree
@@ -34,6 +34,9 @@ class ModelInputs:
     # from a number per rollout [B] to the sum, for each position [rows * width], over the rollouts that contain its
     # token: all of a group's for a shared prompt, 0 for padding
     sum_over_readers: Callable[[Tensor], Tensor]
+    # [rows * width] int64: the token at each position, as an index into the batch's `prompt_ids` and then its
+    # `token_ids`; -1 for padding
+    sources: Tensor
 
 
 Layout = Callable[[TrainBatch, int], ModelInputs]  # (batch, pad token id) -> model inputs
@@ -51,10 +54,13 @@ def padded(batch: TrainBatch, pad_token_id: int) -> ModelInputs:
     column = torch.arange(input_ids.shape[1], device=input_ids.device)
     filled = column < prompt_lengths + batch.lengths[:, None]
     before = (column >= prompt_lengths - 1) & (column < prompt_lengths + batch.lengths[:, None] - 1)
+    of_prompt = segment_starts(batch.prompt_lengths)[batch.groups][:, None] + column
+    of_completion = len(batch.prompt_ids) + segment_starts(batch.lengths)[:, None] + column - prompt_lengths
     return ModelInputs(
         kwargs={"input_ids": input_ids, "attention_mask": filled.long(), "position_ids": column.expand(len(rows), -1)},
         predictors=before.flatten().nonzero()[:, 0],
         sum_over_readers=lambda numbers: (filled * numbers[:, None]).flatten(),
+        sources=torch.where(filled, torch.where(column < prompt_lengths, of_prompt, of_completion), -1).flatten(),
     )
 
 
@@ -91,7 +97,8 @@ class _Forest:
     def __init__(self, batch: TrainBatch):
         self.prompts = _spans(batch.prompt_lengths, 0)
         self.completions = _spans(batch.lengths, len(batch.prompt_ids))
-        self.tokens: list[list[int]] = list(map(Tensor.tolist, batch.completions()))
+        # Of each completion; with routes, numbers of pairs of a token and its route: others are not shared.
+        self.tokens: list[list[int]] = [part.tolist() for part in _numbered(batch).split(batch.lengths.tolist())]
         self.segments: list[tuple[Span, ...]] = []
         self.parents: list[int] = []  # the segment that each continues, or -1
         self.paths: list[list[int]] = [[] for _ in self.tokens]
@@ -133,6 +140,15 @@ class _Forest:
         return clusters
 
 
+def _numbered(batch: TrainBatch) -> Tensor:
+    """[N] a number for each token, equal for equal tokens of equal routes."""
+    if batch.routes is None:
+        return batch.token_ids
+    routes, numbers = batch.routes.cpu().numpy(), dict[tuple[int, bytes], int]()
+    pairs = zip(batch.token_ids.tolist(), (route.tobytes() for route in routes), strict=True)
+    return torch.tensor([numbers.setdefault(pair, len(numbers)) for pair in pairs], dtype=torch.long)
+
+
 def _spans(lengths: Tensor, first: int) -> list[Span]:
     return list(pairwise([first, *(lengths.cumsum(0) + first).tolist()]))
 
@@ -165,6 +181,7 @@ def _one_row(batch: TrainBatch, forest: _Forest) -> ModelInputs:
         },
         predictors=torch.cat(predictors).to(device),
         sum_over_readers=sum_over_readers,
+        sources=order,
     )
 
 

@@ -10,17 +10,20 @@ from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from covey.core.batch import TrainBatch
+from covey.core.batch import TrainBatch, segment_starts
 from covey.core.findings import CheckError
 from covey.core.model import decoder_of, image_inputs, inference_mode_of, name_of
 from covey.core.records import Rollout
+from covey.core.routes import unknown_like
+from covey.core.routing import RouteReading, check_routing
 from covey.core.strands import unfolded
 from covey.policy.attention import PACKED_ATTENTION
 from covey.policy.image_dedup import deduplicated_images
-from covey.policy.layouts import LAYOUTS, choose_layout, synthetic_rollouts
+from covey.policy.layouts import LAYOUTS, ModelInputs, choose_layout, synthetic_rollouts
 from covey.policy.lm_head.scores import Head, TokenScores, head_of, score_hidden, score_in_head_call
 from covey.policy.lm_head.support import SampledSupport
 from covey.policy.lm_head.teacher import TeacherHead, TeacherRows
@@ -114,6 +117,31 @@ class TokenScorer:
         asked = Asked(entropy, targets, named, top, hidden, teachers)
         return self._score(model, batch, self.layout_of(model, batch), asked)[0]
 
+    def routes(
+        self, model: Any, batch: TrainBatch, *, entropy: bool = False
+    ) -> tuple[TokenScores, Tensor, list[Tensor]]:
+        """Score a mixture of experts, and read the experts of its tokens; where the batch has routes, they are forced.
+
+        Returns:
+            Scores, the routes of the completions' tokens [N, L, k] as in a `TrainBatch`, and those of each prompt's.
+        """
+        layout, rows, tokens = self.layout_of(model, batch), batch, None
+        if batch.jumps is not None:
+            rows, _, tokens = unfolded(batch)
+        scores, _ = self._score(model, batch, layout, Asked(entropy), reads_routes=True)
+        assert scores.routes is not None and scores.routes.taken is not None, "asked for"
+        taken, sources = scores.routes.taken, LAYOUTS[layout](rows, self.pad_token_id).sources
+        found = unknown_like(taken, len(rows.prompt_ids) + rows.num_tokens)
+        found[sources[sources >= 0]] = taken[sources >= 0]
+        of_prompts, of_tokens = found.split([len(rows.prompt_ids), rows.num_tokens])
+        prompts = list(of_prompts.split(rows.prompt_lengths.tolist()))
+        if tokens is None:
+            return scores, of_tokens, prompts
+        whole = of_strands(rows, tokens, of_tokens, prompts, batch.num_tokens)
+        # the first strand of a rollout begins with its whole prompt
+        by_prompt = dict(zip((tuple(one.tolist()) for one in rows.prompts()), prompts, strict=True))
+        return scores, whole, [by_prompt[tuple(one.tolist())] for one in batch.prompts()]
+
     def with_loads(
         self,
         model: Any,
@@ -173,12 +201,13 @@ class TokenScorer:
         asked: Asked,
         top_k: int | None = None,
         counted: Tensor | None = None,
+        reads_routes: bool = False,
     ) -> tuple[TokenScores, RouterLoads | None]:
         inner = self.unwrap(model)
         counted = batch.sampled_lengths > 0 if counted is None else counted
         rollouts, learned = batch, batch.scored.nonzero()[:, 0]
         if batch.jumps is not None:
-            batch, owners = unfolded(batch)
+            batch, owners, _ = unfolded(batch)
             counted = counted[owners]
         blank = self.blank is not None and not any(batch.media or ())
         if blank and self.blank is not None:
@@ -215,7 +244,8 @@ class TokenScorer:
         of_decoder = {} if top_k is None else {"output_router_logits": True}
         # A compiled model would be compiled again for every forward pass.
         dedup = deduplicated_images(inner) if self.vision and not hasattr(model, "_orig_mod") else nullcontext()
-        with decoder_outputs(inner, **of_decoder) as outputs, shown as images, dedup:
+        routed = self._routed(inner, batch, inputs, reads_routes)
+        with decoder_outputs(inner, **of_decoder) as outputs, shown as images, dedup, routed as found:
             kwargs |= images
             if self.inside_head_call:
 
@@ -229,6 +259,7 @@ class TokenScorer:
                 # The whole model is called, so that wrappers see their forward pass; its head gets one position.
                 model(**kwargs, use_cache=False, logits_to_keep=1)
                 scores = score(outputs[0][0].flatten(0, 1)[predictors], head)
+        scores = scores._replace(routes=found)
         loads = None
         if top_k is not None:
             loads = loads_of(router_logits(inner, outputs[0]), inputs.sum_over_readers(counted.float()), top_k)
@@ -241,6 +272,20 @@ class TokenScorer:
         numbers = None if batch.teacher_numbers is None else batch.teacher_numbers[learned]
         return TeacherRows(teachers.heads, batch.teacher_hidden[learned], numbers, teachers.beta, self.temperature)
 
+    def _routed(
+        self, inner: Any, batch: TrainBatch, inputs: ModelInputs, reads: bool
+    ) -> AbstractContextManager[RouteReading | None]:
+        """Context of a pass that replays the batch's routes, or reads the model's; of any other one that does not."""
+        if batch.routes is None and not reads:
+            return nullcontext()
+        routing = check_routing(inner, "routes")
+        given = None
+        if batch.routes is not None and batch.prompt_routes is not None:
+            stored = torch.cat([batch.prompt_routes, batch.routes])
+            stored = torch.cat([stored, unknown_like(stored, 1)])  # which -1 refers to
+            given = stored[inputs.sources]
+        return routing.passing(given, writes=reads)
+
     @torch.no_grad()
     def _try_layouts(self, inner: Any, device: torch.device) -> str:
         """Check the head and choose a layout on a few synthetic rollouts."""
@@ -252,6 +297,22 @@ class TokenScorer:
         with inference_mode_of(inner):
             _check_head(inner, few, self.inside_head_call)
             return choose_layout(self._wanted, inner, score, device)
+
+
+def of_strands(rows: TrainBatch, tokens: Tensor, routes: Tensor, prompts: list[Tensor], count: int) -> Tensor:
+    """Routes of the `count` tokens of a batch from those of its strands' rows, each token's in the first row with it.
+
+    `tokens` are the indexes in the batch of the rows' tokens, as `unfolded` gives them.
+    """
+    whole, places = unknown_like(routes, count), tokens.cpu().numpy()
+    known, first = np.unique(places, return_index=True)
+    whole[torch.from_numpy(known)] = routes[torch.from_numpy(first)]
+    begins, lengths = segment_starts(rows.lengths).tolist(), rows.lengths.tolist()
+    for row, group in enumerate(rows.groups.tolist()):
+        before = int(places[begins[row]]) - 1 if lengths[row] else -1
+        if before >= 0 and before not in known and len(prompts[group]) == 1:  # a token that stands for the prompt
+            whole[before] = prompts[group][0]
+    return whole
 
 
 def with_blank(batch: TrainBatch, blank: Rollout) -> TrainBatch:

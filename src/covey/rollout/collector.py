@@ -151,6 +151,7 @@ class Collector:
                 entropies=completion.entropies,
                 versions=completion.versions,
                 sampling_mask=completion.sampling_mask,
+                routes=completion.routes,
             )
             for completion in await self.engine.generate(request)
         ]
@@ -236,8 +237,15 @@ def _number_groups(groups: Sequence[Sequence[Rollout]], params: SamplingParams) 
             mask = rollout.sampling_mask if params.keep_mask else None
             if mask:
                 _check_masks(rollout)
+            if params.keep_routes and rollout.routes is None and any(rollout.sampled):
+                raise ValueError(
+                    "routes of experts are kept (routing_replay='R3'), and a rollout came without `routes`. Pass on"
+                    " what the engine returns (`Completion.routes`; an episode's `done()` does so), or leave"
+                    " routing_replay unset. A rollout_func(prompts, trainer) cannot return routes."
+                )
             number = numbers.setdefault((index, tuple(rollout.prompt_ids)), len(numbers))
-            numbered.append(replace(rollout, group=number, sampling_mask=mask))
+            routes = rollout.routes if params.keep_routes else None
+            numbered.append(replace(rollout, group=number, sampling_mask=mask, routes=routes))
     return numbered
 
 

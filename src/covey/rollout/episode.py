@@ -11,10 +11,12 @@ from hashlib import blake2b
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from covey.core.engine import SampleRequest, SamplingParams
 from covey.core.media import Media
 from covey.core.records import PER_TOKEN, WRITERS, Completion, FinishReason, Message, Rollout
+from covey.core.routes import continued
 from covey.core.special_tokens import CompletionDecoder, opened_thinking
 from covey.rollout.images import embed_images
 from covey.rollout.prompts import (
@@ -250,6 +252,7 @@ class Episode:
         messages: the completion as messages: turns of the policy and the messages written between them.
         logprobs: of every completion token, 0.0 where it was not sampled; None if the engine reports none.
         entropies, versions, sampling_mask: the same, as in a `Rollout`.
+        routes: experts of the first tokens of prompt and completion, as in a `Rollout`; None without.
         observed: who wrote each token, as in a `Rollout`; messages of several roles count as the last one's.
         turn_ends: index of the last token of each turn of the policy.
         finish: why the episode can go no further, or None: LENGTH where no room is left. A turn that the policy ended
@@ -278,6 +281,7 @@ class Episode:
     entropies: list[float] | None = field(default_factory=list)
     versions: list[int] | None = field(default_factory=list)
     sampling_mask: list[list[int]] | None = field(default_factory=list)
+    routes: Tensor | None = None
     returned: dict[int, list[Any]] = field(default_factory=dict)
     _forks: int = 0
     _turn_start: int | None = (
@@ -370,6 +374,8 @@ class Episode:
             self._turn_start = len(self.completion_ids)
             self.messages.append({"role": "assistant", "content": ""})
         self._append(completion.token_ids, train, {name: getattr(completion, name) for name in PER_TOKEN})
+        if completion.routes is not None:  # those of the whole request: of earlier turns, and of what was written since
+            self.routes = continued(self.routes, completion.routes)
         if completion.token_ids:
             self.turn_ends = [*(self.turn_ends[:-1] if continues else self.turn_ends), len(self.completion_ids) - 1]
         text = self.engine.templates.codec.text_of(self.completion_ids[self._turn_start :])
@@ -465,6 +471,8 @@ class Episode:
             if (values := getattr(self, name)) is not None:
                 del values[end:]
         last = [index for index, by_policy in enumerate(sampled) if by_policy][turns - 1]
+        if self.routes is not None:
+            self.routes = self.routes[: len(self.prompt_ids) + end]
         del self.turn_ends[turns:], self.messages[last + 1 :]
         self.returned = {index: value for index, value in self.returned.items() if index <= last}
         self._turn_start = self.turn_ends[-2] + 1 if turns > 1 else 0
@@ -503,6 +511,7 @@ class Episode:
             media=self.media,
             returned=dict(self.returned),
             observed=list(self.observed) if any(self.observed) else None,
+            routes=self.routes,
             role=role,
             game=game,
             **{name: getattr(self, name) for name in PER_TOKEN},
@@ -535,4 +544,7 @@ def first_tokens(completion: Completion, end: int, finish: FinishReason) -> Comp
         name: None if (values := getattr(completion, name)) is None else values[:end]
         for name in ("token_ids", *PER_TOKEN)
     }
+    if completion.routes is not None:
+        dropped = len(completion.token_ids) - end
+        cut["routes"] = completion.routes[: max(0, len(completion.routes) - dropped)]
     return replace(completion, **cut, finish=finish, reused=min(completion.reused, end))

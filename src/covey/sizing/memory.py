@@ -15,6 +15,7 @@ import torch
 
 from covey.config.optimizers import STOCHASTIC, name_of
 from covey.core.packing import ActivationRoom, derived_budget
+from covey.core.routes import RouteShape
 from covey.engines.native.number_formats import FAST, FORMATS
 from covey.policy.adapters import base_model, has_adapter
 from covey.policy.lm_head.linear import KEPT_BYTES, TILE_BYTES
@@ -130,6 +131,9 @@ class MemoryEstimate:
     copy: int = 0  # of sharded weights, all of them while the built-in engine samples
     opponents: int = 0  # copies of the policy in seats of a game; of earlier policies with adapters, the adapters
     sent: int = 0  # on a CPU, a copy of all weights as servers were last sent them, to send them what changed
+    # Experts of the tokens of a rollout batch, with `routing_replay`: prompts once for each group, a byte or two for
+    # each layer and expert of a token.
+    routes: int = 0
     micro_batches: int = 2  # of an optimizer step; with several, gradients are there in addition to activations
     micro_batch_tokens: int = 0  # T
     room: int = 0  # tokens of a micro-batch for which a GPU's memory suffices; 0 where that is not known
@@ -159,7 +163,7 @@ class MemoryEstimate:
 
     @property
     def resident(self) -> int:
-        return self.weights + self.reference + self.optimizer + self.opponents + self.sent
+        return self.weights + self.reference + self.optimizer + self.opponents + self.sent + self.routes
 
 
 def estimate(
@@ -285,6 +289,7 @@ def _estimate(
         copy=counts.parameters * computed if sharded and args.ds3_gather_for_generation else 0,
         opponents=opponents.frozen * weights + opponents.past * (weights if whole else trainable * updated),
         sent=counts.parameters * stored if device == "cpu" and _keeps_sent(args, whole) else 0,
+        routes=_route_bytes(args, text, prompt, completion),
         micro_batches=count,
         micro_batch_tokens=tokens,
         room=room,
@@ -362,6 +367,19 @@ def _copies_of_policy(args: Any) -> int:
     kinds = [*args.teachers.values()]
     first = bool(args.beta) + kinds.count("start")
     return (min(first, 1) if not args.sync_ref_model else first) + kinds.count("follower")
+
+
+def _route_bytes(args: Any, text: Any, prompt: int, completion: int) -> int:
+    """Bytes of the experts of a rollout batch's tokens on a process; 0 where none are replayed."""
+    top_k = getattr(text, "num_experts_per_tok", None)
+    if getattr(args, "routing_replay", None) is None or not top_k:
+        return 0
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    experts = next((number for name in names if (number := getattr(text, name, None))), 1)
+    shape = RouteShape(tuple(range(text.num_hidden_layers)), text.num_hidden_layers, int(experts), int(top_k))
+    algebra = args.algebra()
+    rollouts = algebra.per_device_train_batch_size * algebra.steps_per_generation
+    return shape.nbytes * (rollouts * completion + -(-rollouts // (args.num_generations or 1)) * prompt)
 
 
 def _cached_tokens(args: Any, prompt: int, completion: int, vision: bool) -> int:

@@ -2,13 +2,15 @@
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from covey.core.batch import TrainBatch
 from covey.core.model import inference_mode_of
+from covey.core.routes import unknown_like
 from covey.core.stats import Mean, Stat
 from covey.policy.fused import fused_layers
 from covey.policy.layouts import slowest
@@ -42,6 +44,35 @@ class BatchScorer:
             return scores.logprobs
 
         return self.values(model, batch, logprobs), measured
+
+    def with_routes(
+        self, model: Any, batch: TrainBatch, entropy: bool = False
+    ) -> tuple[Tensor, TrainBatch, list[dict[str, Stat]]]:
+        """Log-probs [N] without gradient, the batch with the experts that the model sent its tokens to, and entropies.
+
+        A prompt of several micro-batches has the routes of the first of them. Entropies are those of `with_entropy`.
+        """
+        measured: list[dict[str, Stat]] = []
+        prompts: dict[tuple[int, ...], Tensor] = {}
+
+        def score(part: TrainBatch) -> tuple[Tensor, ...]:
+            scores, routes, of_prompts = self.scorer.routes(model, part, entropy=entropy)
+            for prompt, own in zip(part.prompts(), of_prompts, strict=True):
+                prompts.setdefault(tuple(prompt.tolist()), own)
+            if scores.entropies is not None:
+                measured.append({"entropy": Mean(scores.entropies[part.sampled].sum(), part.sampled.sum())})
+            return scores.logprobs, routes
+
+        logprobs, routes = self._in_parts(model, batch, score, None)
+        of_prompts = [prompts[tuple(prompt.tolist())] for prompt in batch.prompts()]
+        joined = torch.cat(of_prompts) if of_prompts else unknown_like(routes, 0)
+        return logprobs, replace(batch, routes=routes, prompt_routes=joined), measured
+
+    def routes(self, batch: TrainBatch) -> Tensor:
+        """Experts [N, L, k] that the policy sends the tokens of a batch to, or those that the batch forces."""
+        return self._in_parts(
+            self.run.policy, batch, lambda part: (self.scorer.routes(self.run.policy, part)[1],), None
+        )[0]
 
     def entropies(self, batch: TrainBatch) -> Tensor:
         """Entropies [N] of the policy without gradient."""
@@ -85,7 +116,8 @@ class BatchScorer:
             found = self.scorer(model, part, entropy=entropy, named=part.named_ids, top=top, hidden=hidden)
             return tuple(getattr(found, name) for name in names)
 
-        return TokenScores(**dict(zip(names, self._in_parts(model, batch, score, rows), strict=True)))
+        found: dict[str, Any] = dict(zip(names, self._in_parts(model, batch, score, rows), strict=True))
+        return TokenScores(**found)
 
     def _in_parts(
         self,

@@ -363,6 +363,14 @@ def build_collector(
                 " sampled from (`EngineTraits.returns_masks`).",
                 "Sample with the built-in engine, or leave keep_sampling_mask False.",
             )
+        if args.routing_replay == "R3" and not traits_of(engine).returns_routes and args.replay_from is None:
+            raise CheckError.of(
+                "routing-replay",
+                f"routing_replay='R3', and {type(engine).__name__} does not say that it returns the experts of its"
+                " tokens (`EngineTraits.returns_routes`).",
+                "Sample with the built-in engine, start servers of vLLM or SGLang with --enable-return-routed-experts,"
+                " or take routing_replay='R2', which needs nothing of the engine.",
+            )
     return Collector(engine, codec, args.seed, spec, past)
 
 
@@ -406,7 +414,8 @@ def sampling_params(args: OnlineConfig, tokenizer: Any) -> SamplingParams:
     report(_check_reshaping(args, extra) if reshapes else ())
     settings: dict[str, Any] = {name: getattr(args, name) for name in SAMPLING}
     max_tokens = args.max_completion_length or UNLIMITED
-    return SamplingParams(max_tokens=max_tokens, extra=extra, keep_mask=args.keep_sampling_mask, **settings)
+    kept = {"keep_mask": args.keep_sampling_mask, "keep_routes": args.routing_replay == "R3"}
+    return SamplingParams(max_tokens=max_tokens, extra=extra, **kept, **settings)
 
 
 def _check_reshaping(args: OnlineConfig, extra: dict[str, Any]) -> Iterator[Finding]:
@@ -552,7 +561,8 @@ def build_replay(run: Run, collector: Collector, rewards: RewardSuite) -> tuple[
             f"replay_from={args.replay_from!r} is the output_dir, whose record would be replaced while it is read:"
         )
         raise CheckError.of("replay-self", evidence, 'choose another output_dir, or record="off".')
-    replay = Replay(Path(args.replay_from), rewards.names, collectives.rank, collectives.size)
+    needs_routes = args.routing_replay == "R3"
+    replay = Replay(Path(args.replay_from), rewards.names, collectives.rank, collectives.size, needs_routes)
     return replay, replay.traits
 
 

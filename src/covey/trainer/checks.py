@@ -15,7 +15,8 @@ from covey.config.base import OnlineConfig
 from covey.config.choosing import BY_ADVANTAGES, gates_among, unfiltered
 from covey.config.messages import ignored, is_set
 from covey.config.optimizers import STOCHASTIC, name_of
-from covey.core.findings import Finding
+from covey.core.findings import CheckError, Finding
+from covey.core.routing import check_routing
 from covey.core.stats import Mean, Sum
 from covey.data.sampler import check_enough
 from covey.data.sources import Sources, check_rarest, check_sizes, parts_of, raw, source_of
@@ -172,6 +173,20 @@ def _check_choice(args: OnlineConfig, train_dataset: Any) -> Iterator[Finding]:
         yield from ignored(args, ["dataloader_num_workers"], because)
     else:
         yield from ignored(args, ["resume_sources"], "`train_dataset` is one dataset, without sources")
+
+
+def check_routes(args: OnlineConfig, policy: Any, sees_images: bool) -> None:
+    """CheckError where the routes of the policy's experts are to be replayed and cannot be."""
+    if args.routing_replay is None:
+        return
+    given = f"routing_replay={args.routing_replay!r}"
+    if sees_images:
+        raise CheckError.of(
+            "model-routes",
+            f"{given}: the experts of vision-language models are not read, as images change the number of tokens.",
+            "Leave routing_replay unset.",
+        )
+    check_routing(policy, given)
 
 
 def foreign_loader(given: Any, method: str) -> TypeError:

@@ -20,11 +20,12 @@ from covey.algorithms.credit import (
     weights_by_source,
 )
 from covey.core.advantages import weighted_total
-from covey.core.batch import TrainBatch, collate, segment_sum
+from covey.core.batch import TrainBatch, collate, segment_sum, with_unknown_routes
 from covey.core.findings import Finding
 from covey.core.likeness import keys_of
 from covey.core.losses import BatchCounts, mean_over_update, token_weights
 from covey.core.records import Behaviour, Experience, Mode, RankShard, Rollout, RolloutBatch, Scores
+from covey.core.routing import routing_of
 from covey.core.stats import Mean, Stat
 from covey.core.terms import TermCounts, term_sizes, tokens_of_terms
 from covey.data.dynamic_sampling import SamplingRound
@@ -87,16 +88,19 @@ class BehaviourScorer:
         run, given = self.run, scored.rollouts
         masks = [run.masks_truncated(sample.source) for sample in scored.samples]
         counted = given if self._may_count is None else [filtered(one, self._may_count) for one in given]
-        batch = collate(counted, mask_truncated=masks).to(run.device)
+        batch = self._collated(counted, masks)
         with run.phases("score"):
             self.scorer.settle_layout(batch)
             rollouts = self.with_entropies(given) if run.args.log_entropy else list(given)
             entropy = sampling_entropy(rollouts, batch)
             fresh = [row for row, age in enumerate(token_ages(rollouts, run.step)) if not age]
-            self.engine_check(batch, torch.tensor(fresh, dtype=torch.long, device=batch.lengths.device))
+            checked = self.engine_check(batch, torch.tensor(fresh, dtype=torch.long, device=batch.lengths.device))
+            if run.args.routing_replay != "R3":  # they were for the check alone
+                batch = batch.unrouted()
             if not self.engine_check.comparable:  # of another distribution than the trainer scores
                 batch = replace(batch, engine_logprobs=None)
             batch, kl, measured, stats = self.with_logprobs(batch, mode, measures_entropy=not entropy)
+            stats = [checked, *stats]
         if self.teachers is not None:
             with run.phases("teacher"):
                 batch, found = self.teachers(scored, batch, mode)
@@ -121,7 +125,10 @@ class BehaviourScorer:
         compared = correction is not None and reported is not None and training
         # Dropout gives the loss other log-probs than the engine's are to be compared with.
         if off_policy or penalised or (compared and has_dropout(policy)):
-            if measures_entropy:
+            if run.args.routing_replay == "R2" and off_policy:
+                old, batch, entropy = self.scorer.with_routes(policy, batch, measures_entropy)
+                entropy = entropy or ([{}] if measures_entropy else [])
+            elif measures_entropy:
                 old, entropy = self.scorer.with_entropy(policy, batch)
                 entropy = entropy or [{}]  # of no rollouts
             else:
@@ -131,7 +138,8 @@ class BehaviourScorer:
                 batch, stats = replace(batch, mismatch_weights=weights), [*stats, found]
         if self.reference is not None:
             with self.reference.model(policy) as reference:
-                scored = self.scorer.logprobs(reference, batch, run.algebra.rows(mode))
+                # It has experts of its own, also where it is the policy without its adapter.
+                scored = self.scorer.logprobs(reference, batch.unrouted(), run.algebra.rows(mode))
                 batch = replace(batch, ref_logprobs=scored)
         batch = replace(batch, old_logprobs=old if off_policy else None)
         if not penalised:
@@ -146,7 +154,9 @@ class BehaviourScorer:
         lacking = any(rollout.entropies is None for rollout in rollouts)
         if not any(self.run.collectives.gather(lacking, "ask for entropies")):
             return list(rollouts)
-        batch = collate(rollouts).to(self.run.device)  # with truncated completions, learned from or not
+        batch = self._collated(rollouts)  # with truncated completions, learned from or not
+        if self.run.args.routing_replay != "R3":
+            batch = batch.unrouted()
         measured = self.scorer.entropies(batch).cpu().split(batch.lengths.tolist())
         return [replace(one, entropies=own.tolist()) for one, own in zip(rollouts, measured, strict=True)]
 
@@ -154,10 +164,26 @@ class BehaviourScorer:
         """Check the engine with rollouts that are not trained on, if there are any. Collective."""
         if not rollouts:
             return
-        batch = collate(rollouts).to(self.run.device)
+        batch = self._collated(rollouts)
         with self.run.phases("score"):
             self.scorer.settle_layout(batch)
             self.engine_check(batch)
+
+    def _collated(self, rollouts: Sequence[Rollout], masks: bool | Sequence[bool] = False) -> TrainBatch:
+        """The rollouts as a batch; with R3 it has routes on every process. ValueError for those of another model."""
+        batch, routing = collate(rollouts, mask_truncated=masks), routing_of(self.run.policy)
+        if routing is not None and batch.routes is not None:
+            wanted = routing.shape.unknown(0)
+            if batch.routes.shape[1:] != wanted.shape[1:] or batch.routes.dtype != wanted.dtype:
+                raise ValueError(
+                    f"rollouts came with routes [tokens, layers, experts of a token] of {list(batch.routes.shape)}"
+                    f" {batch.routes.dtype}, and the policy's are [tokens, {', '.join(map(str, wanted.shape[1:]))}]"
+                    f" {wanted.dtype}: pass on what an engine with the policy's model returns."
+                )
+        if self.run.args.routing_replay == "R3" and batch.routes is None:
+            assert routing is not None, "checked with the model"
+            batch = with_unknown_routes(batch, routing.shape.unknown(0))
+        return batch.to(self.run.device)
 
     def state_dict(self) -> dict[str, Any]:
         teachers = None if self.teachers is None else self.teachers.state_dict()

@@ -18,7 +18,7 @@ from covey.rollout.vision import tokenizer_of
 from covey.runtime.user_code import report
 from covey.trainer import build
 from covey.trainer.build_rollouts import rows_to_train_on
-from covey.trainer.checks import check_datasets, check_fit, check_policy
+from covey.trainer.checks import check_datasets, check_fit, check_policy, check_routes
 from covey.trainer.evaluation.suites import as_of_sources, with_user_messages
 from covey.trainer.run import Run
 from covey.trainer.teachers import check_columns, check_prompts, check_teachers
@@ -130,6 +130,7 @@ def build_parts(
     `trainer` is for rollout functions that ask for one.
     """
     tokenizer, vision = tokenizer_of(processing_class), build.build_vision(processing_class, model)
+    check_routes(given.args, run.policy, vision is not None)  # an engine is slow
     collector = build.build_collector(
         run,
         model,

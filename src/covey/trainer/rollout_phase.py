@@ -46,6 +46,7 @@ class RolloutPhase:
     chooser: PromptChooser | None  # selects prompts by their rewards
     dataset: Any  # of training
     replay: Replay | None = None  # training's rollouts, from an earlier run's record; evaluations are sampled
+    wants_routes: Callable[[], bool] = lambda: False  # training's next rollouts are to come with their experts
 
     def __post_init__(self) -> None:
         self.failures = reports.FailureMonitor(self.run.collectives.named("count failed rollouts"))
@@ -103,7 +104,10 @@ class RolloutPhase:
                 with run.phases("generate"), preserve_process_state():
                     run.activity.count(len(samples))
                     counted = Counted(stream, run.activity)
-                    rollouts = self.collector.collect(samples, params or self.params, key, reuse, counted)
+                    settings = params or self.params
+                    if mode == "train" and self.wants_routes():
+                        settings = replace(settings, keep_routes=True)
+                    rollouts = self.collector.collect(samples, settings, key, reuse, counted)
             self.failures.count(rollouts)
             if spec is not None:
                 stats.append(reports.agent_stats(rollouts, spec))

@@ -104,7 +104,7 @@ class TeacherScorer:
         for name, teacher in self.teachers.items():  # all processes in one order, also where no row has this teacher
             has = [one == name and prompt is not None for one, prompt in zip(names, prompts, strict=True)]
             rows = torch.tensor(has, dtype=torch.bool, device=batch.lengths.device)
-            part = batch.select(rows.nonzero()[:, 0])
+            part = batch.select(rows.nonzero()[:, 0]).unrouted()  # a teacher has experts of its own
             if self.prompt_of is not None:
                 own = [prompt for prompt, chosen in zip(prompts, has, strict=True) if chosen and prompt is not None]
                 part = replace(part, **distinct_prompts(own, part.lengths.device))

@@ -19,6 +19,7 @@ from covey.config.base import OnlineConfig
 from covey.core.engine import EngineTraits, RolloutEngine, SamplingParams
 from covey.core.model import unwrapped
 from covey.core.records import Experience, MicroStep, PromptSample
+from covey.core.routing import routing_of
 from covey.core.stats import Max
 from covey.data.sampler import train_loader
 from covey.observability.completions import CompletionLog
@@ -213,7 +214,8 @@ class OnlineTrainer(TrainingLoop):
         run.method.correct(lambda algorithm: corrected(algorithm, args, traits, sampling))
         runner = MicroBatchRunner(run, self.scorer)
         scorer = self.batch_scorer = BatchScorer(run, self.scorer, runner)
-        check = EngineCheck(run, self.collector, sampling, traits, scorer.rescore)
+        routes_of = None if self.scorer.vision or routing_of(run.policy) is None else scorer.routes
+        check = EngineCheck(run, self.collector, sampling, traits, scorer.rescore, routes_of)
         teachers = build.build_teachers(
             run, self.model, self.collector, self.rewards, scorer, peft_config, self.reference, self.teacher_model
         )
@@ -224,7 +226,18 @@ class OnlineTrainer(TrainingLoop):
         self.completions = build.build_completions(args, self.is_world_process_zero())
         sync = self.weight_sync = WeightSync(engine, lambda: self.policy, self.collectives, args.vllm_lora_sync)
         reuse, chooser = build.build_speculation(args, rows), build.build_chooser(run, rows, judge_of)
-        self.rollouts = RolloutPhase(run, self.collector, sampling, self.rewards, sync, reuse, chooser, rows, replay)
+        self.rollouts = RolloutPhase(
+            run,
+            self.collector,
+            sampling,
+            self.rewards,
+            sync,
+            reuse,
+            chooser,
+            rows,
+            replay,
+            wants_routes=lambda: check.wants_routes,
+        )
         self.finite = FiniteCheck(
             run,
             self.credit.describe_rewards,

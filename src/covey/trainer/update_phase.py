@@ -16,6 +16,7 @@ from covey.core.losses import BatchCounts, mean_over_update
 from covey.core.objective import policy_loss
 from covey.core.packing import balance_ranks, computed_tokens
 from covey.core.records import Experience, Plan, PlannedMicroStep
+from covey.core.routing import RouteReading
 from covey.core.stats import Mean, Stat, read
 from covey.core.supervision import DEMONSTRATIONS
 from covey.core.terms import TermCounts
@@ -223,7 +224,7 @@ class UpdatePhase:
         result = policy_loss(batch, *of_tokens, objective, coef, run.step, scores.named, scores.divergence)
         if self.updates is not None and plan.training:
             self.updates.on_micro_batch(batch, scores.logprobs, scores.entropies, objective, run.step)
-        stats, scale = dict(result.stats), plan.scale
+        stats, scale = {**result.stats, **replayed_stats(scores.routes, plan.training)}, plan.scale
         if plan.training and not math.isfinite(without_bonus := result.without_bonus.item()):
             scale *= self.finite.check_loss(without_bonus, number)
         if isinstance(aux, Tensor):  # with a count of 0; `step_stats` counts the optimizer steps
@@ -307,6 +308,13 @@ class UpdatePhase:
         if self.entropy is not None and state["entropy"] is not None:
             self.entropy.load_state_dict(state["entropy"])
         self.runner.limit = state["token_limit"]
+
+
+def replayed_stats(read: RouteReading | None, training: bool) -> Stats:
+    """Share of (token, layer) pairs of a training pass whose router would have chosen other experts than replayed."""
+    if read is None or read.replaced is None or read.forced is None or not training:
+        return {}
+    return {"routing/replaced": Mean(read.replaced.sum().float(), read.forced.float() * len(read.replaced))}
 
 
 def logged(plan: Plan, found: list[Stats]) -> list[Stats]:

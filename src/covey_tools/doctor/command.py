@@ -60,6 +60,7 @@ STAGES: tuple[dict[Check, tuple[str, ...]], ...] = (
         prompts.tokenizer_drift: ("tokenizer-drift",),
         prompts.round_trip: ("prompt-round-trip",),
         learning.engine: ("engine-mismatch",),
+        learning.routes: ("routes-differ",),
         learning.penalties: ("engine-mismatch",),
         learning.dropout: ("engine-mismatch",),
         data.empty: ("prompt-empty",),

@@ -14,7 +14,7 @@ from covey.core.likeness import answer_of, common_share, most_common, reference_
 from covey.core.records import FinishReason, PromptSample, RolloutBatch
 from covey.observability.diagnostics import RISEN, Course, collapsed, entropy_is_lost, lost
 from covey_tools.doctor.examined import ExaminedRun
-from covey_tools.doctor.learning import MUCH, bonus_scale, decay, rate_within
+from covey_tools.doctor.learning import DIFFERING, MUCH, bonus_scale, decay, differing_routes, rate_within
 
 MOST, LEAST = 12, 3  # rollout batches that are read, and without which there is no course
 SMALL = 0.02  # nats a token in the first update, by which no policy is destroyed
@@ -64,6 +64,8 @@ def findings(read: Any, run: ExaminedRun | None) -> Iterator[Finding]:
     """Findings of the record of a run; `run` makes experiments, where its parts can be made again."""
     points: Sequence[Point] = [one for one in read.points if one.mean == one.mean]
     yield from silent_roles(read.metrics)
+    if not read.settings.get("routing_replay"):
+        yield from other_experts(read.metrics)
     if len(points) < LEAST:
         return
     rate = read.settings.get("learning_rate", 1e-6)
@@ -92,6 +94,13 @@ def silent_roles(metrics: Sequence[dict[str, Any]]) -> Iterator[Finding]:
             "Look at roles/{role}/reward_std: where it is not 0, compare with more rollouts (compare='role' or"
             " 'role_average'); where it is, the role's reward is always the same.",
         )
+
+
+def other_experts(metrics: Sequence[dict[str, Any]]) -> Iterator[Finding]:
+    """Experts in engine and trainer, as compared in the first rollout batches of a run."""
+    shares = [line["routing/differing"] for line in metrics if line.get("routing/differing") is not None]
+    if shares and max(shares) >= DIFFERING:
+        yield differing_routes(max(shares))
 
 
 def thirds(points: Sequence[Point]) -> tuple[Sequence[Point], Sequence[Point]]:

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,8 +13,11 @@ from torch import Tensor
 
 from covey.core.advantages import group_relative, leave_one_out
 from covey.core.batch import TrainBatch, expand
+from covey.core.engine import traits_of
 from covey.core.findings import Effect, Finding
 from covey.core.records import FinishReason, Plan
+from covey.core.routes import are_known, differing
+from covey.core.routing import routing_of
 from covey.policy.loading import has_dropout
 from covey.trainer.checks import check_rounding
 from covey.trainer.engine_check.parity import Comparison, likely_cause, no_numbers
@@ -24,6 +27,8 @@ MOST_TOKENS, FEW = 3000, 8  # of completions in a trial update; completions of a
 SHORT = 50  # steps that a run is taken to have at least: one to try things out is no fault
 LITTLE = 0.02  # nats a token over a whole run, below which nothing is learnt
 PENALTIES = ("presence_penalty", "frequency_penalty", "no_repeat_ngram_size")  # of generation_kwargs
+DIFFERING = 0.01  # share of (token, layer) pairs with other experts in engine and trainer; rounding of float32: 1e-4
+ROUTED = 4  # prompts whose completions' experts are compared
 SURPRISE = 0.1  # nats a token by which samples are less probable than those of the policy
 HIGHEST = 0.1  # learning rate of Adam that is ever proposed: it moves each weight by about as much in a step
 OUTWEIGHS = 2.0  # gradient of a bonus, in that of the reward, from which on the reward says little
@@ -386,6 +391,49 @@ def engine(run: ExaminedRun) -> Iterator[Finding]:
         f"engine and policy differ by {comparison.gap:.2g} nats a token; rounding explains {check.tolerance:g}.",
         broken or likely_cause(comparison),
         _proof(comparison),
+    )
+
+
+def routes(run: ExaminedRun) -> Iterator[Finding]:
+    """Experts of the completions' tokens in the engine and in the trainer, and log-probs with the engine's."""
+    trainer = run.trainer
+    asks = traits_of(run.collector.engine).returns_routes and run.collector.spec is None
+    if run.args.routing_replay or not asks or routing_of(trainer.policy) is None or not run.has_time("routes-differ"):
+        return
+    longest = min(run.base.limit, 64)
+    sampled = run.sample(min(run.base.prompts, ROUTED), run.base.size, max_tokens=longest, keep_routes=True)
+    batch = run.collated([one for one in sampled.rollouts if one.logprobs and one.routes is not None])
+    if batch.routes is None or batch.engine_logprobs is None:
+        return
+    with quiet():
+        trainer.batch_scorer.settle_layout(batch)
+        own = trainer.batch_scorer.routes(replace(batch, routes=None, prompt_routes=None))
+    known = are_known(batch.routes) & are_known(own)
+    share = differing(batch.routes, own).sum().item() / max(known.sum().item() * own.shape[1], 1)
+    if share < DIFFERING:
+        return
+    temperature, learned = trainer.behaviour.engine_check.temperature, batch.sampled
+    now, then = (
+        (batch.engine_logprobs - run.logprobs(one, temperature))[learned].abs().mean().item()
+        for one in (replace(batch, routes=None, prompt_routes=None), batch)
+    )
+    yield differing_routes(
+        share,
+        f"Scored with the engine's experts, log-probs differ by {then:.2g} nats instead of {now:.2g}.",
+        Effect(now, then, higher_is_better=False),
+    )
+
+
+def differing_routes(share: float, proof: str = "", effect: Effect | None = None) -> Finding:
+    """The advice to replay the engine's experts, where it sends a `share` of (token, layer) pairs to others."""
+    return Finding(
+        "routes-differ",
+        "warning",
+        f"engine and trainer send {share:.1%} of the tokens, counted in each layer, to other experts, so the trainer"
+        " scores completions with another network than they were sampled from.",
+        "Set routing_replay='R3'.",
+        proof,
+        effect,
     )
 
 

@@ -1,19 +1,23 @@
 """What a vLLM server must be, how that is found out, and what its answers mean."""
 
 import asyncio
+import base64
 import contextlib
+import io
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from covey.core.engine import SampleRequest, SamplingParams
 from covey.core.records import FinishReason
+from covey.core.routing import routing_of
 from covey.engines.servers.errors import BadAnswer, ServerBusy, ServerError, ServerRefused
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.vllm.api import VllmApi
 from covey.engines.servers.vllm.weights import VllmWeightApi
-from tests.support import tiny
+from tests.support import mixtures, tiny
 from tests.support.servers import fake_vllm
 from tests.support.servers.fake_vllm import FakeVllm
 
@@ -184,3 +188,70 @@ def test_a_server_that_is_awake_is_not_woken(servers):
     assert server.sleeping
     ask(server, "wake")
     assert not server.sleeping
+
+
+# ---- the experts of its tokens ---------------------------------------------------------------------------------------
+
+
+def routed_request(model, **settings):
+    params = SamplingParams(max_tokens=4, keep_routes=True, **settings)
+    return SampleRequest([5, 6, 7], 2, params, [1, 2]), routing_of(model).shape
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "DeepseekV3"])
+def test_a_server_returns_the_experts_of_its_tokens(servers, name):
+    model = mixtures.model(name)
+    request, shape = routed_request(model)
+    server = servers(model=model, routes=True)
+    dialect = VllmApi(vocab_size=VOCABULARY, routes=shape)
+    assert ask(server, "probe", dialect=dialect).returns_routes
+    for chunk in ask(server, "generate", request, dialect=dialect, model="tiny", ends=frozenset({1})):
+        fed = request.prompt_ids + chunk.completion.token_ids[:-1]
+        expected = fake_vllm.routed_by(model, fed)[:, list(shape.layers)]
+        assert chunk.completion.routes.tolist() == expected.tolist()
+        assert chunk.completion.routes.dtype == torch.uint8
+
+
+def test_a_server_that_keeps_no_experts_says_so(servers):
+    model = mixtures.model("Mixtral")
+    request, shape = routed_request(model)
+    server, dialect = servers(model=model), VllmApi(vocab_size=VOCABULARY, routes=shape)
+    assert not ask(server, "probe", dialect=dialect).returns_routes
+    with pytest.raises(BadAnswer, match="--enable-return-routed-experts"):
+        ask(server, "generate", request, dialect=dialect, model="tiny", ends=frozenset({1}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda ids: ids[:-1], "experts of 5 tokens came where 6"),
+        (lambda ids: ids[:, :1], "layers with a router"),
+        (lambda ids: ids + 4, "expert . came, and the model has 4"),
+        (None, "cannot be read"),
+    ],
+)
+def test_experts_that_cannot_be_are_refused(servers, spoil, says):
+    model = mixtures.model("Mixtral")
+    request, shape = routed_request(model)
+
+    def change(answer):
+        for choice in answer["choices"]:
+            data = io.BytesIO(base64.b64decode(choice["routed_experts"]))
+            if spoil is None:
+                choice["routed_experts"] = "no base64"
+                continue
+            file = io.BytesIO()
+            np.save(file, spoil(np.load(data)))
+            choice["routed_experts"] = base64.b64encode(file.getvalue()).decode()
+
+    server = servers(model=model, routes=True)
+    server.misbehave("/v1/completions", fake_vllm.edited(change))
+    with pytest.raises(BadAnswer, match=says):
+        ask(
+            server,
+            "generate",
+            request,
+            dialect=VllmApi(vocab_size=VOCABULARY, routes=shape),
+            model="tiny",
+            ends=frozenset({1}),
+        )

@@ -579,6 +579,13 @@ MODELS = [
         "router_aux_loss_coef=0",
         when=TRAINING,
     ),
+    checked(
+        "Asked for routing replay of a model without experts",
+        lambda b: b.build({"routing_replay": "R3"}),
+        "model-routes",
+        "routing_replay='R3'",
+        "LlamaForCausalLM",
+    ),
     Mistake(
         "Asked for an attention whose package is not installed",
         lambda b: b.build({"model_init_kwargs": {"attn_implementation": "flash_attention_2"}}, model=b.folder),

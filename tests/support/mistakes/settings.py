@@ -183,6 +183,19 @@ SETTINGS = [
         "speculative_reuse='exact'",
     ),
     setting(
+        "Replayed routes of a compiled model",
+        {"routing_replay": "R3", "torch_compile": True},
+        "routing-replay",
+        "routing_replay='R3' with torch_compile=True",
+    ),
+    setting(
+        "Replayed routes of vLLM in the trainer's process",
+        {"routing_replay": "R3", "use_vllm": True},
+        "routing-replay",
+        "vllm_mode='server'",
+        "--enable-return-routed-experts",
+    ),
+    setting(
         "Used speculative_reuse with a repetition penalty",
         {"speculative_reuse": "exact", "repetition_penalty": 1.1},
         "draft-reuse",

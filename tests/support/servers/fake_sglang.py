@@ -24,6 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from aiohttp import web
@@ -35,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))  # it is also a program of it
 
 from covey.policy.loading import load_policy
 from tests.support import tiny_vision
+from tests.support.servers.fake_vllm import routed_by
 
 RECORD = json.loads(Path(__file__).with_name("sglang_record.json").read_text())
 TAGS = {"kv_cache", "weights", "cuda_graph"}
@@ -298,6 +300,7 @@ class FakeSglang:
                 "enable_lora": o.enable_lora,
                 "enable_memory_saver": o.enable_memory_saver,
                 "enable_weights_cpu_backup": False,
+                "enable_return_routed_experts": o.enable_return_routed_experts,
             }
         )
 
@@ -324,6 +327,9 @@ class FakeSglang:
                 )
             finally:
                 self.running -= 1
+            if body.get("return_routed_experts"):
+                for (ids, _), row in zip(shown, rows, strict=True):
+                    row["meta_info"]["routed_experts"] = self.routed(model, ids + row["output_ids"])
             return web.json_response(rows)
         except Refused as refused:
             return web.json_response({"error": {"message": str(refused)}}, status=400)
@@ -349,6 +355,12 @@ class FakeSglang:
         inputs = dict(processor(text=[text], images=[images], return_tensors="pt", add_special_tokens=False))
         inputs.pop("attention_mask")
         return inputs.pop("input_ids")[0].tolist(), inputs
+
+    def routed(self, model: Any, ids: list[int]) -> str | None:
+        """Experts [tokens, layers, k] of all tokens but the last, int32 in base64, of a server that keeps them."""
+        if not self.options.enable_return_routed_experts:
+            return None
+        return base64.b64encode(routed_by(model, ids[:-1]).astype(np.int32).tobytes()).decode()
 
     async def sample(
         self, model: Any, prompt: list[int], params: dict[str, Any], asked: list[int], images: dict[str, Any]
@@ -543,6 +555,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--context-length", type=int, default=256)
     parser.add_argument("--enable-lora", action="store_true")
     parser.add_argument("--enable-memory-saver", action="store_true")
+    parser.add_argument("--enable-return-routed-experts", action="store_true")
     parser.add_argument("--original-logprobs", action="store_true", help="as with SGLANG_RETURN_ORIGINAL_LOGPROB=1")
     parser.add_argument("--seconds-per-token", type=float, default=0.0)
     parser.add_argument("--in-process", action="store_true", help="dying is an HTTP 500")

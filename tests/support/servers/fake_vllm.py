@@ -29,6 +29,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from aiohttp import web
 from PIL import Image
@@ -183,6 +184,22 @@ def broken_off(tokens: int) -> Fault:
 # ---- the server ------------------------------------------------------------------------------------------------------
 
 
+def routed_by(model: Any, ids: list[int]) -> np.ndarray:
+    """Experts [tokens, layers, k] of a forward pass, as the routers return them; 0 in layers without a router."""
+    layers, found = model.model.layers, {}
+    with contextlib.ExitStack() as hooks:
+        for number, layer in enumerate(layers):
+            for router in (getattr(layer.mlp, name, None) for name in ("gate", "router")):
+                if router is not None:
+                    hooks.enter_context(
+                        router.register_forward_hook(lambda _, args, out, n=number: found.update({n: out[2]}))
+                    )
+        with torch.no_grad():
+            model(torch.tensor([ids]))
+    none = torch.zeros_like(next(iter(found.values())))
+    return torch.stack([found.get(number, none) for number in range(len(layers))], dim=1).numpy()
+
+
 class FakeVllm:
     """vLLM's HTTP surface, as far as training uses it.
 
@@ -206,6 +223,7 @@ class FakeVllm:
         buckets: whether it takes weights over a group, as one that `covey vllm-serve` started does.
         host: where it listens.
         processor: of a vision-language model, which makes it take images.
+        routes: of a mixture of experts, it returns the experts of each token (`--enable-return-routed-experts`).
     """
 
     def __init__(
@@ -224,8 +242,9 @@ class FakeVllm:
         buckets: bool = False,
         host: str = "127.0.0.1",
         processor: Any = None,
+        routes: bool = False,
     ):
-        self.processor = processor
+        self.processor, self.routes = processor, routes
         self._original = copy.deepcopy(model).eval()
         self.name, self.release, self.dev_mode = name, release, dev_mode
         self.logprobs_mode, self.api_key, self.max_model_len = logprobs_mode, api_key, max_model_len
@@ -392,7 +411,11 @@ class FakeVllm:
     async def _server_info(self, request: web.Request) -> web.Response:
         assert request.query["config_format"] == "json"
         config = {
-            "model_config": {"dtype": self.dtype, "enable_sleep_mode": True},
+            "model_config": {
+                "dtype": self.dtype,
+                "enable_sleep_mode": True,
+                "enable_return_routed_experts": self.routes,
+            },
             "weight_transfer_config": None,
             "device_config": {"device": "cpu"},
             "scheduler_config": {"enable_chunked_prefill": self.in_pieces},
@@ -421,11 +444,18 @@ class FakeVllm:
                 "finish_reason": finish,
                 "token_ids": tokens,
                 "prompt_token_ids": body["prompt"],
+                "routed_experts": self._routed(body["prompt"] + tokens[:-1]) if self.routes and tokens else None,
             }
             for index, (tokens, logprobs, finish) in enumerate(rows)
         ]
         self.served += sum(finish != "abort" for _, _, finish in rows)
         return web.json_response({"id": "cmpl", "object": "text_completion", "model": self.name, "choices": choices})
+
+    def _routed(self, ids: list[int]) -> str:
+        """A NumPy file in base64 with the experts [tokens, layers, k] of these tokens."""
+        file = io.BytesIO()
+        np.save(file, routed_by(self.model, ids).astype(np.uint8))
+        return base64.b64encode(file.getvalue()).decode()
 
     async def _with_images(self, request: web.Request) -> web.Response:
         """Tokens and images in, tokens out; the prompt is expanded with the model's own processor."""

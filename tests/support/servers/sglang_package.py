@@ -42,6 +42,9 @@ BODIES = {
 }
 """The class of `sglang.srt.managers.io_struct` that each route reads its body as."""
 
+UNREAD = ("return_routed_experts",)
+"""Fields of `GenerateReqInput` that the schema of `/generate` does not have, and lets pass."""
+
 WIRE_ONLY = ("rid", "http_worker_ipc", "lora_id")
 """Fields that servers fill in for themselves."""
 
@@ -124,7 +127,7 @@ def describe() -> dict[str, Any]:
         "generate": {
             name: kind
             for name, kind in _dataclass_fields(real.io.GenerateReqInput).items()
-            if name in {field.name for field in _struct_fields(real.api.GenerateRequest)}
+            if name in {*UNREAD, *(field.name for field in _struct_fields(real.api.GenerateRequest))}
         },
         "bodies": {path: _fields(getattr(real.io, name)) for path, name in BODIES.items()},
         "allowed_globals": sorted(map(list, real.unpickler.ALLOWED_GLOBALS)),

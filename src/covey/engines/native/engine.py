@@ -7,7 +7,7 @@ no weights to load. See also `recurrent_engine`, for models with a running state
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
@@ -20,6 +20,7 @@ from transformers import Cache, DynamicCache
 from covey.core.engine import SampleRequest
 from covey.core.model import cache_argument, compute_dtype, decoder_of, name_of
 from covey.core.records import Completion
+from covey.core.routing import RouteReading, check_routing
 from covey.engines.native.cuda_graph import Capture, CaptureError, GraphStep, capture_cuda_graph
 from covey.engines.native.fused_step import FusedStep, find_fused_step
 from covey.engines.native.inference_contexts import PolicyEngine, attention_implementation, fused_operations
@@ -69,10 +70,14 @@ class NativeEngine(PolicyEngine):
         self._capture: Capture = capture_cuda_graph
         self._graph_step: GraphStep | None = None
         self._driver: asyncio.Task[None] | None = None
+        self._keeps_routes = False  # of the sequences of the forward pass that is next
+        self._step_routes: Tensor | None = None  # [S, L, k] of the last step that was run, or is replayed
 
     async def generate(self, request: SampleRequest) -> list[Completion]:
         """Sample `request.n` completions of one prompt; ValueError for unknown settings, images or unfit drafts."""
         sequences = sequences_of(request, self.eos_token_ids, self.max_context, tokenizer=self.tokenizer)
+        if request.params.keep_routes:
+            check_routing(self._model(), "keep_routes=True")
         self._waiting.extend(sequences)
         if self._driver is None or self._driver.done():
             self._driver = asyncio.get_running_loop().create_task(self._drive())
@@ -85,7 +90,7 @@ class NativeEngine(PolicyEngine):
                 self._softcap = self._model().config._attn_implementation == "eager"  # transformers' SDPA ignores it
                 yield
         finally:
-            self._prefixes.layers.clear()
+            self._prefixes.clear()
             self._drop_cache()  # the policy is about to change, and training needs the memory
 
     def _drop_cache(self) -> None:
@@ -145,14 +150,16 @@ class NativeEngine(PolicyEngine):
         """Compute each group's prompt once and start its sequences, those with drafts after the accepted tokens."""
         assert self._cache is not None, "made on admission"
         prompts = [group[0].request.prompt_ids for group in groups]
-        prefilled = self._compute_prompts(prompts)
+        prefilled, routes = self._compute_routed_prompts(prompts, [x for group in groups for x in group])
         handles = self._cache.add_groups(prefilled, [len(prompt) - 1 for prompt in prompts])
         handles_without_draft: list[int] = []
         drafted: dict[tuple[int, bool], list[tuple[int, SequenceState]]] = {}
         for index, group in enumerate(groups):
             if any(sequence.request.shared == len(prompts[index]) for sequence in group):
-                self._prefixes.add(tuple(prompts[index]), prefilled, index)
+                self._prefixes.add(tuple(prompts[index]), prefilled, index, routes[index] if routes else None)
             for sequence in group:
+                if routes and sequence.request.params.keep_routes:
+                    sequence.routes.append(routes[index])
                 if sequence.draft:
                     settings = (id(sequence.request.params), sequence.request.draft_lenience is None)
                     drafted.setdefault(settings, []).append((index, sequence))
@@ -172,23 +179,30 @@ class NativeEngine(PolicyEngine):
         """
         assert self._cache is not None, "made on admission"
         parts = [(tuple(x.request.prompt_ids[: x.request.shared]), x) for x in sequences]
+        keeping = {prefix for prefix, x in parts if x.request.params.keep_routes}
         missing = [
-            prefix for prefix in dict.fromkeys(prefix for prefix, _ in parts) if prefix not in self._prefixes.layers
+            prefix
+            for prefix in dict.fromkeys(prefix for prefix, _ in parts)
+            if not self._prefixes.has(prefix, with_routes=prefix in keeping)
         ]
         for computed in self._batches(missing, [*map(len, missing)]):
-            prefilled = self._compute_prompts([*map(list, computed)])
+            keeps = [x for prefix, x in parts if prefix in computed]
+            prefilled, routes = self._compute_routed_prompts([*map(list, computed)], keeps)
             for index, prefix in enumerate(computed):
-                self._prefixes.add(prefix, prefilled, index)
+                self._prefixes.add(prefix, prefilled, index, routes[index] if routes else None)
         for batch in self._batches(parts, [len(x.request.prompt_ids) - len(prefix) for prefix, x in parts]):
             prefixes = list(dict.fromkeys(prefix for prefix, _ in batch))
             tokens = [x.request.prompt_ids[x.request.shared :] for _, x in batch]
             owners = [prefixes.index(prefix) for prefix, _ in batch]
             stored = self._prefixes.prefilled(prefixes)
             handles = self._cache.add_groups(stored, [len(prefix) - 1 for prefix in prefixes])
-            with self._computing_rows():
+            with self._computing_rows(), self._reading([x for _, x in batch]) as read:
                 _, cache = continue_prompts(
                     self._model(), stored, [*map(list, prefixes)], owners, tokens, self._row_softcap
                 )
+            for (prefix, x), own in zip(batch, routes_of_rows(read, [*map(len, tokens)]), strict=True):
+                if x.request.params.keep_routes:
+                    x.routes += [self._prefixes.routes[prefix], own]
             self._cache.add_sequences([handles[owner] for owner in owners], cache.own, [*map(len, tokens)])
             self._running += [x for _, x in batch]
 
@@ -202,8 +216,11 @@ class NativeEngine(PolicyEngine):
         """Append the accepted tokens of drafts; unfinished sequences are decoded from there."""
         assert self._cache is not None, "made on admission"
         owners, sequences = [owner for owner, _ in owned], [sequence for _, sequence in owned]
-        with self._computing_rows():
+        with self._computing_rows(), self._reading(sequences) as read:
             computed, lengths = verify_drafts(self._model(), prefilled, prompts, owners, sequences, self._row_softcap)
+        for sequence, own in zip(sequences, routes_of_rows(read, [len(x.draft) for x in sequences]), strict=True):
+            if sequence.request.params.keep_routes:
+                sequence.routes.append(own[: len(sequence.token_ids)])
         unfinished = [i for i, sequence in enumerate(sequences) if sequence.finish is None]
         for sequence in sequences:
             sequence.resolve()
@@ -214,6 +231,25 @@ class NativeEngine(PolicyEngine):
                 [lengths[i] for i in unfinished],
             )
             self._running += [sequences[i] for i in unfinished]
+
+    def _reading(self, sequences: Iterable[SequenceState]) -> AbstractContextManager[RouteReading | None]:
+        """Context of a forward pass in which the experts of its tokens are read, if one of the sequences keeps them."""
+        if not any(sequence.request.params.keep_routes for sequence in sequences):
+            return nullcontext()
+        return check_routing(self._model(), "keep_routes=True").passing()
+
+    def _compute_routed_prompts(
+        self, prompts: list[list[int]], sequences: Iterable[SequenceState]
+    ) -> tuple[Cache | None, list[Tensor]]:
+        """`_compute_prompts`, and the experts of each prompt's tokens [t, L, k] if one of the sequences keeps them."""
+        keeps = any(sequence.request.params.keep_routes for sequence in sequences)
+        computed = [len(prompt) - 1 for prompt in prompts]
+        if not any(computed):
+            shape = check_routing(self._model(), "keep_routes=True").shape if keeps else None
+            return None, [] if shape is None else [shape.unknown(0) for _ in prompts]
+        with self._reading(sequences) as read:
+            prefilled = self._compute_prompts(prompts)
+        return prefilled, routes_of_rows(read, computed) if keeps else []
 
     def _compute_prompts(self, prompts: list[list[int]]) -> Cache | None:
         """Compute all of each prompt but its last token, which is the first decoding step; None if nothing is left.
@@ -346,7 +382,14 @@ class NativeEngine(PolicyEngine):
         assert self._cache is not None, "admission comes first"
         if self._batch is None:
             self._batch = Batch(self._running, self.input_device, self.check_interval)
-        self._batch.sample(self._forward(self._cache, self._batch.last, self._batch.positions))
+        keeps = any(sequence.request.params.keep_routes for sequence in self._running)
+        if keeps != self._keeps_routes:
+            self._keeps_routes = keeps
+            if self._graph_step is not None:
+                self._graph_step.begin(self._graph_step.cache)  # a captured step does what it did when captured
+        logits = self._forward(self._cache, self._batch.last, self._batch.positions)
+        routes = None if self._step_routes is None else self._step_routes[: len(logits)].clone()
+        self._batch.sample(logits, routes)
         if self._batch.has_ended():
             self._settle()
 
@@ -372,8 +415,12 @@ class NativeEngine(PolicyEngine):
         )
 
     def _run(self, cache: SharedPrefixCache, tokens: Tensor, positions: Tensor, masks: Any) -> Tensor:
-        """Forward pass over one token per sequence: [S, 1] -> [S, V]."""
+        """Forward pass over one token per sequence: [S, 1] -> [S, V]; their experts are in `_step_routes`."""
         model, shared = self._model(), cache.shares_prompts
+        self._step_routes = None
+        reading: AbstractContextManager[RouteReading | None] = nullcontext()
+        if self._keeps_routes:
+            reading = check_routing(model, "keep_routes=True").passing()
         if self._fused_step is not None and isinstance(masks, Tensor):
             return self._fused_step(cache, tokens[:, 0], positions[:, 0], masks)
         fused = cache.fused and self.input_device.type == "cuda"
@@ -383,8 +430,11 @@ class NativeEngine(PolicyEngine):
             attention_implementation(model, SHARED_PREFIX_ATTENTION) if shared else nullcontext(),
             fused_operations(model, compute_dtype(model)) if fused else nullcontext(),
             self._invariant_functions(),
+            reading as read,
         ):
-            return model(**inputs).logits[:, -1]
+            logits: Tensor = model(**inputs).logits[:, -1]
+        self._step_routes = None if read is None else read.taken
+        return logits
 
     def _settle(self) -> None:
         """Append the sampled tokens to their sequences, resolve the finished ones and close the gaps in the cache."""
@@ -402,6 +452,14 @@ class NativeEngine(PolicyEngine):
         for source, target in moves:
             self._running[target] = self._running[source]
         del self._running[remaining:]
+
+
+def routes_of_rows(read: RouteReading | None, lengths: Sequence[int]) -> list[Tensor]:
+    """Experts [t, L, k] of the first tokens of each row of a padded forward pass; of no tokens if none were read."""
+    if read is None or read.taken is None:
+        return [torch.zeros(0, 0, 0, dtype=torch.uint8)] * len(lengths)
+    rows = read.taken.unflatten(0, (len(lengths), -1)).cpu()
+    return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
 def _computed_before(sequence: SequenceState) -> int:

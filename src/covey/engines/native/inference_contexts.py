@@ -94,7 +94,9 @@ class PolicyEngine:
         None  # weights and inputs of linear layers are rounded to it (`number_formats`); None: they are not
     )
 
-    TRAITS: ClassVar[EngineTraits] = EngineTraits(shares_policy=True, returns_masks=True, batch_invariant=True)
+    TRAITS: ClassVar[EngineTraits] = EngineTraits(
+        shares_policy=True, returns_masks=True, returns_routes=True, batch_invariant=True
+    )
 
     def __post_init__(self, model: Callable[[], Any]) -> None:
         self._model, self._packed = model, Packed()

@@ -282,10 +282,18 @@ class PrefixStore:
     def __init__(self, most_tokens: int = STORED_TOKENS):
         self.most_tokens = most_tokens
         self.layers: dict[tuple[int, ...], KeysAndValues] = {}  # least recently used first
+        self.routes: dict[tuple[int, ...], Tensor] = {}  # [t, L, k] experts of their tokens, where they were read
 
-    def add(self, prompt: tuple[int, ...], prefilled: Cache | None, index: int) -> None:
+    def has(self, prompt: tuple[int, ...], with_routes: bool) -> bool:
+        return prompt in self.layers and (prompt in self.routes or not with_routes)
+
+    def add(self, prompt: tuple[int, ...], prefilled: Cache | None, index: int, routes: Tensor | None = None) -> None:
         """Copy keys and values of `prompt`, number `index` of those computed, without its last token."""
-        if prompt in self.layers or prefilled is None or len(prompt) < 2:
+        if prefilled is None or len(prompt) < 2:
+            return
+        if routes is not None:
+            self.routes[prompt] = routes.clone()
+        if prompt in self.layers:
             return
         computed = slice(0, len(prompt) - 1)
         self.layers[prompt] = [
@@ -300,6 +308,11 @@ class PrefixStore:
                 left -= len(prompt)
             else:
                 del self.layers[prompt]
+                self.routes.pop(prompt, None)
+
+    def clear(self) -> None:
+        self.layers.clear()
+        self.routes.clear()
 
     def prefilled(self, prompts: list[tuple[int, ...]]) -> Cache:
         """Stored prompts without their last tokens, right-padded, as one cache."""

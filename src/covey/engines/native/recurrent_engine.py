@@ -9,7 +9,7 @@ policy's memory. See also `engine`, the default.
 
 import asyncio
 import inspect
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from covey.core.engine import SampleRequest
 from covey.core.model import cache_argument, image_inputs, without_adapter
 from covey.core.records import Completion
+from covey.core.routing import RouteReading, check_routing
 from covey.engines.native.inference_contexts import PolicyEngine
 from covey.engines.native.invariance import InvariantFunctions
 from covey.engines.native.sampling import Batch, SequenceState, sequences_of
@@ -51,7 +52,10 @@ class RecurrentEngine(PolicyEngine):
 
     def _sample(self, sequences: list[SequenceState]) -> None:
         device = self.input_device
-        logits, cache = self._prefill(sequences[0].request, device)
+        logits, cache, routes = self._prefill(sequences[0].request, device)
+        if routes is not None:
+            for sequence in sequences:
+                sequence.routes.append(routes)
         cache.reorder_cache(torch.zeros(len(sequences), dtype=torch.int64, device=device))
         batch = Batch(sequences, device)
         batch.sample(logits.expand(len(sequences), -1))
@@ -66,29 +70,37 @@ class RecurrentEngine(PolicyEngine):
                 cache.reorder_cache(torch.tensor(unfinished, device=device))
                 sequences = [sequences[i] for i in unfinished]
                 batch = Batch(sequences, device)
-            logits, cache = self._forward(batch.last[:, None], cache)
-            batch.sample(logits)
+            logits, cache, routes = self._forward(batch.last[:, None], cache, sequences[0].request.params.keep_routes)
+            batch.sample(logits, routes)
 
-    def _prefill(self, request: SampleRequest, device: torch.device) -> tuple[Tensor, Any]:
-        """Forward pass over a prompt and its images: logits of its last position [1, V], and the cache."""
+    def _prefill(self, request: SampleRequest, device: torch.device) -> tuple[Tensor, Any, Tensor | None]:
+        """Forward pass over a prompt and its images: logits of its last position [1, V], the cache, and its experts."""
         model = self._model()
         for module in model.modules():
             if hasattr(module, "rope_deltas"):
                 module.rope_deltas = None  # position offsets of the images of an earlier forward pass
         tokens = torch.tensor([request.prompt_ids], device=device)
+        keeps = request.params.keep_routes
         if not request.media:
-            return self._forward(tokens, None)
+            return self._forward(tokens, None, keeps)
         with image_inputs(model, tokens, [request.media], self.filler_id) as inputs:
-            return self._forward(inputs.pop("input_ids"), None, **inputs)
+            return self._forward(inputs.pop("input_ids"), None, keeps, **inputs)
 
-    def _forward(self, tokens: Tensor, cache: Any, **images: Tensor) -> tuple[Tensor, Any]:
-        """Forward pass over tokens [S, T] behind a cache: logits of the last position [S, V], and the cache."""
+    def _forward(
+        self, tokens: Tensor, cache: Any, keeps_routes: bool, **images: Tensor
+    ) -> tuple[Tensor, Any, Tensor | None]:
+        """Forward pass over tokens [S, T] behind a cache: logits of the last position [S, V], the cache, and the
+        experts [S * T, L, k] of the tokens, where they are kept."""
         model = self._model()
         name = cache_argument(model)
         takes = inspect.signature(without_adapter(model).forward).parameters
         last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
         given = {name: cache} if name in takes else {}
-        with InvariantFunctions() if tokens.device.type == "cpu" else nullcontext():
+        invariant = InvariantFunctions() if tokens.device.type == "cpu" else nullcontext()
+        reading: AbstractContextManager[RouteReading | None] = nullcontext()
+        if keeps_routes:
+            reading = check_routing(model, "keep_routes=True").passing()
+        with invariant, reading as read:
             output = model(input_ids=tokens, use_cache=True, **given, **last, **images)
         after = output.get(name)
         if not hasattr(after, "reorder_cache"):
@@ -97,4 +109,4 @@ class RecurrentEngine(PolicyEngine):
                 " which cannot be copied for a prompt's completions. Sample from a server of vLLM or SGLang, or train"
                 " another model."
             )
-        return output.logits[:, -1], after
+        return output.logits[:, -1], after, None if read is None else read.taken

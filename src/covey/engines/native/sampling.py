@@ -206,6 +206,8 @@ class SequenceState:
     logprobs: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
     masks: list[list[int]] = field(default_factory=list)  # under `keep_mask`
+    # under `keep_routes`: experts of the prompt's tokens and of those that followed, in parts [t, L, k]
+    routes: list[Tensor] = field(default_factory=list)
     reused: int = 0  # tokens taken from its draft
     finish: FinishReason | None = None  # why it ended; None while it is decoded
 
@@ -264,6 +266,9 @@ class SequenceState:
         completion = Completion(
             self.token_ids, self.logprobs, self.finish, self.entropies, self.reused, sampling_mask=masks
         )
+        if self.routes:  # decoded past its end, it has some of tokens that were dropped
+            computed = len(self.request.prompt_ids) + len(self.token_ids) - 1
+            completion.routes = torch.cat([part.cpu() for part in self.routes])[:computed]
         self.done.set_result(completion)
 
     def _length_to_end(self, before: list[int], tokens: list[int]) -> int:
@@ -311,6 +316,7 @@ class Batch:
         self.check_interval = check_interval or (1 if device.type == "cpu" else 8)
         self.history: list[SampledTokens] = []
         self._masks: list[list[list[int]]] = []  # of each step of `history` and each sequence
+        self._routes: list[Tensor] = []  # [S, L, k] of each step, where they are kept
         self._count = 0
         self._stops = False
         end_ids: set[int] = set()  # of any sequence: those of another cost a check, no more
@@ -335,8 +341,11 @@ class Batch:
         self._end_ids = torch.tensor(sorted(end_ids), dtype=torch.int64, device=device)
         self._ended = torch.zeros(len(sequences), dtype=torch.bool, device=device)
 
-    def sample(self, logits: Tensor) -> None:
-        """Sample one token for every sequence from logits [S, V], each with its own settings."""
+    def sample(self, logits: Tensor, routes: Tensor | None = None) -> None:
+        """Sample one token for every sequence from logits [S, V], each with its own settings.
+
+        `routes` [S, L, k] are the experts of the tokens that were computed for it.
+        """
         chunks, masks, order = [], [], []
         for params, indices in self._by_settings:
             alone = len(indices) == len(self.sequences)
@@ -355,6 +364,8 @@ class Batch:
             masks = [masks[index] for index in back.tolist()]
         self.history.append(sampled)
         self._masks.append(masks)
+        if routes is not None:
+            self._routes.append(routes)
         self._count += 1
         self.last = sampled.tokens
         self.steps = self.steps + 1
@@ -394,6 +405,12 @@ class Batch:
         columns.append(list(zip(*self._masks, strict=True)))
         for sequence, *sampled in zip(self.sequences, *columns, strict=True):
             sequence.append(*sampled)
+        if self._routes:
+            of_sequences = torch.stack(self._routes, dim=1).cpu()
+            for sequence, own in zip(self.sequences, of_sequences, strict=True):
+                if sequence.request.params.keep_routes:
+                    sequence.routes.append(own)
+            self._routes.clear()
         self.history.clear()
         self._masks.clear()
 

@@ -6,9 +6,12 @@ from dataclasses import dataclass, field, replace
 from io import BytesIO
 from typing import Any
 
+from torch import Tensor
+
 from covey.core.engine import SampleRequest, SamplingParams
 from covey.core.media import images_of
 from covey.core.records import Completion, FinishReason
+from covey.core.routes import RouteShape, continued
 from covey.engines.servers.errors import BadAnswer, ServerRefused
 from covey.engines.servers.protocols import SampledChunk
 
@@ -85,6 +88,7 @@ class PartialCompletion:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int | None] = field(default_factory=list)
+    routes: Tensor | None = None  # of the first tokens of the prompt and the parts
 
     def add(self, chunk: SampledChunk, version: int | None) -> None:
         """Append a part. An aborted one under a grammar, or another extra setting, cannot be continued: dropped."""
@@ -93,6 +97,8 @@ class PartialCompletion:
         self.token_ids += chunk.completion.token_ids
         self.logprobs += chunk.completion.logprobs or []
         self.versions += [version] * len(chunk.completion.token_ids)
+        if chunk.completion.routes is not None:
+            self.routes = continued(self.routes, chunk.completion.routes)
 
     def finish(self, ends: frozenset[int]) -> FinishReason:
         return FinishReason.STOP if self.token_ids and self.token_ids[-1] in ends else FinishReason.LENGTH
@@ -110,7 +116,20 @@ class PartialCompletion:
     def completion(self, finish: FinishReason) -> Completion:
         known = [version for version in self.versions if version is not None]
         versions = known if len(known) == len(self.versions) else None
-        return Completion(self.token_ids, self.logprobs, finish, versions=versions)
+        return Completion(self.token_ids, self.logprobs, finish, versions=versions, routes=self.routes)
+
+
+def with_routes(url: str, request: SampleRequest, completion: Completion, ids: Any, shape: RouteShape) -> Completion:
+    """The completion with a server's experts `ids` [tokens, layers, k]: of all tokens but the last, or no fewer."""
+    computed = len(request.prompt_ids) + len(completion.token_ids) - 1
+    try:
+        routes = shape.of_server(ids[:computed])
+    except (ValueError, TypeError, IndexError) as error:
+        raise BadAnswer(url, "generate", f"the experts of its tokens cannot be read: {error}") from error
+    if len(routes) < computed:
+        message = f"the experts of {len(routes)} tokens came where {computed} were computed"
+        raise BadAnswer(url, "generate", message, "Update the server, or leave routing_replay unset.")
+    return replace(completion, routes=routes)
 
 
 def common_settings(params: SamplingParams, ends: frozenset[int]) -> dict[str, Any]:

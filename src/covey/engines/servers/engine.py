@@ -76,6 +76,7 @@ class RemoteEngine:
             updates_in_flight=True,
             reports_after_cut=any(fact.reports_after_cut for fact in facts),
             takes_adapters=all(fact.takes_adapters for fact in facts),
+            returns_routes=all(fact.returns_routes for fact in facts),
             dtype=min((fact.dtype for fact in facts if fact.dtype), key=lambda dtype: dtype.itemsize, default=None),
         )
 

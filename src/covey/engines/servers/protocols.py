@@ -26,6 +26,7 @@ class ServerFacts:
     reports_after_cut: bool = False  # its log-probs are those after top-k, top-p, min-p and penalties
     takes_adapters: bool = False  # it was started so that adapters can be loaded while it runs
     path: str | None = None  # where its model was loaded from, if that is not its name
+    returns_routes: bool = False  # it returns the experts of each token, and the api knows the shape of them
 
 
 @dataclass(frozen=True, slots=True)

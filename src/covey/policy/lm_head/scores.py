@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from covey.core.findings import CheckError
 from covey.core.model import patched_forward
+from covey.core.routing import RouteReading
 from covey.policy.lm_head.linear import LinearHead, outputs_of, plan_of
 from covey.policy.lm_head.support import SampledSupport, TileSupport
 from covey.policy.lm_head.teacher import TeacherHead, TeacherRows
@@ -52,6 +53,7 @@ class TokenScores(NamedTuple):
     top_ids: Tensor | None = None  # [N, T] int64, the likeliest tokens, in descending order; -1 where there are fewer
     top_logprobs: Tensor | None = None  # [N, T] their log-probabilities, without gradients
     hidden: Tensor | None = None  # [N, H] what the head has read, in the model's dtype, without gradients
+    routes: RouteReading | None = None  # what the pass has found, where routes were replayed or read
 
     def scattered(self, indices: Tensor, count: int) -> "TokenScores":
         """Scores of `count` tokens: these at `indices` [N], and `UNSCORED` everywhere else."""
@@ -61,8 +63,8 @@ class TokenScores(NamedTuple):
                 return None
             return values.new_full((count, *values.shape[1:]), UNSCORED[name]).index_copy(0, indices, values)
 
-        every = {name: spread(name, values) for name, values in self._asdict().items()}
-        return TokenScores(**every)  # type: ignore[arg-type]  # there are log-probs
+        every = {name: spread(name, getattr(self, name)) for name in UNSCORED}
+        return TokenScores(**every, routes=self.routes)  # type: ignore[arg-type]  # there are log-probs
 
 
 UNSCORED = {

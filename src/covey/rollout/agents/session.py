@@ -14,9 +14,12 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from covey.core.engine import SampleRequest
 from covey.core.records import PER_TOKEN, Completion, FinishReason, Message, Rollout
+from covey.core.routes import are_known, some, unknown_like
 from covey.core.special_tokens import opened_thinking
 from covey.rollout.episode import Episode, EpisodeEngine, Reply, first_tokens
 from covey.rollout.images import has_images
@@ -316,6 +319,7 @@ def join_strands(parts: Sequence[tuple[Rollout, int]]) -> tuple[Rollout, dict[tu
     sampled: list[bool] = []
     observed: list[int] = []
     fields: dict[str, Any] = {name: [] for name in PER_TOKEN}
+    routes = some([part.routes for part, _ in parts])
     for number, (part, own) in enumerate(parts):
         tokens = np.array([*part.prompt_ids, *part.completion_ids], dtype=np.int64)
         mask = [*[False] * len(part.prompt_ids), *part.sampled]
@@ -329,6 +333,8 @@ def join_strands(parts: Sequence[tuple[Rollout, int]]) -> tuple[Rollout, dict[tu
         position = np.concatenate([position, np.arange(len(whole), len(whole) + len(tokens) - shared)])
         found.append((tokens, position))
         whole += tokens[shared:].tolist()
+        if routes is not None:
+            routes = _with_routes(routes, part.routes, position, len(whole))
         sampled += mask[shared:]
         of_part = part.observed or [0] * len(part.completion_ids)
         observed += [*[0] * len(part.prompt_ids), *of_part][shared:]
@@ -344,8 +350,18 @@ def join_strands(parts: Sequence[tuple[Rollout, int]]) -> tuple[Rollout, dict[tu
             if end + len(part.prompt_ids) >= own:
                 ends[number, turn] = int(position[end + len(part.prompt_ids)]) - prompt
     fields |= {"completion": "", "finish": FinishReason.STOP, "strands": strands, "media": first.media}
-    fields["observed"] = observed if any(observed) else None
+    fields["observed"], fields["routes"] = observed if any(observed) else None, routes
     return Rollout(first.prompt_ids, whole[prompt:], sampled, **fields), ends
+
+
+def _with_routes(routes: Tensor, of_part: Tensor | None, position: np.ndarray, tokens: int) -> Tensor:
+    """Routes of the first `tokens` tokens of a rollout, with a part's at the places of its tokens that had none."""
+    routes = torch.cat([routes, unknown_like(routes, tokens - len(routes))])
+    if of_part is not None:
+        places = torch.from_numpy(position[: len(of_part)])
+        new = ~are_known(routes[places])
+        routes[places[new]] = of_part[new]
+    return routes
 
 
 def _common(tokens: np.ndarray, others: np.ndarray) -> int:

@@ -33,7 +33,7 @@ class RolloutIndex:
     has_signal: Tensor  # [B] bool, some learned token has an advantage other than 0, or is part of a term of the loss
     groups: Tensor  # [B] int64, the prompt that each rollout continues: an index into `prompt_lengths`
     prompt_lengths: Tensor  # [P] int64
-    prompt_keys: Tensor  # [P, 2] int64, hash of each prompt's tokens
+    prompt_keys: Tensor  # [P, 2] int64, hash of each prompt's tokens, and of its routes
     # [B] float32, weights of each rollout's learned tokens in place of those in the batch
     weights: Tensor | None = None
     entropy_weights: Tensor | None = None
@@ -47,8 +47,10 @@ class RolloutIndex:
     @classmethod
     def of(cls, batch: TrainBatch, owner: int = 0, sources: Tensor | None = None) -> "RolloutIndex":
         keys = bytearray()
-        for ids in batch.prompts():
-            keys += hashlib.blake2b(ids.cpu().numpy().tobytes(), digest_size=16).digest()
+        routes = batch.routes_of_prompts()
+        for number, ids in enumerate(batch.prompts()):
+            data = ids.cpu().numpy().tobytes() + (routes[number].cpu().numpy().tobytes() if routes else b"")
+            keys += hashlib.blake2b(data, digest_size=16).digest()
         assert batch.advantages is not None, "credit is assigned before rollouts are shared"
         signal = segment_sum((batch.advantages != 0).long() * batch.sampled, batch.lengths) > 0
         terms = term_sizes(batch)
@@ -214,10 +216,12 @@ def _like(share: RolloutIndex, batch: TrainBatch) -> TrainBatch:
         for name, weights in given.items()
     }
     scales = {term: values.to(device) for term, values in share.term_scales.items()}
+    tokens = token_index(own, batch.prompt_lengths)
     return replace(
         batch,
         term_scales=scales or batch.term_scales,
-        prompt_ids=batch.prompt_ids[token_index(own, batch.prompt_lengths)],
+        prompt_ids=batch.prompt_ids[tokens],
+        prompt_routes=None if batch.prompt_routes is None else batch.prompt_routes[tokens],
         prompt_lengths=share.prompt_lengths.to(device),
         groups=share.groups.to(device),
         **of_tokens,

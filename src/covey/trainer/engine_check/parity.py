@@ -19,6 +19,8 @@ from covey.config.base import OnlineConfig
 from covey.core.batch import TrainBatch, expand, segment_ids, segment_starts, segment_sum
 from covey.core.engine import EngineTraits, SamplingParams
 from covey.core.mismatch import MismatchCorrection, mismatch_weights, rejecting
+from covey.core.routes import are_known, differing
+from covey.core.stats import Mean, Stat
 from covey.policy.scoring import first_and_last
 from covey.rollout.collector import Collector
 from covey.trainer.engine_check.staleness import VersionTest
@@ -153,7 +155,7 @@ def beginning_of_text(c: Comparison) -> str | None:
             continue
         ids = torch.tensor([token for prompt in prompts for token in prompt], device=c.batch.prompt_ids.device)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=c.batch.prompt_lengths.device)
-        changed = replace(c.batch, prompt_ids=ids, prompt_lengths=lengths)
+        changed = replace(c.batch, prompt_ids=ids, prompt_lengths=lengths, routes=None, prompt_routes=None)
         if c.explains(c.rescore(changed, c.temperature)):
             return (
                 f"they are the trainer's for prompts with {what}: text is tokenised again on the way. Send ids, or"
@@ -272,7 +274,16 @@ def reshapes(args: OnlineConfig, params: SamplingParams) -> list[str]:
 class EngineCheck:
     """Compares an engine's first samples with the trainer's view of them; all processes continue, or none does."""
 
-    def __init__(self, run: Run, collector: Collector, params: SamplingParams, traits: EngineTraits, rescore: Rescore):
+    def __init__(
+        self,
+        run: Run,
+        collector: Collector,
+        params: SamplingParams,
+        traits: EngineTraits,
+        rescore: Rescore,
+        routes_of: Callable[[TrainBatch], Tensor] | None = None,
+    ):
+        """`routes_of` gives the experts [N, L, k] of rollouts' tokens in the trainer; None: the policy has none."""
         args = run.args
         self._run, self.rescore, self.temperature = run, rescore, args.temperature
         self.expect(traits)
@@ -289,6 +300,14 @@ class EngineCheck:
         versions = VersionTest(lambda: run.policy, lambda: run.step)
         self.versions = versions if looks and not traits.shares_policy else None
         self._agreed = self._warned = False
+        self._replays = args.routing_replay == "R3"
+        asked = self._replays or (traits.returns_routes and not self._plays)  # rollouts of users may come without
+        self._routes_of = routes_of if looks and asked else None
+
+    @property
+    def wants_routes(self) -> bool:
+        """True if the next rollout batch is to come with the experts of its tokens, to be compared."""
+        return self._left > 0 and self._routes_of is not None
 
     def expect(self, traits: EngineTraits) -> None:
         """Compare with an engine of these traits; one that begins or ceases to round is another one."""
@@ -302,17 +321,24 @@ class EngineCheck:
         self._asked += bool(self._left)
         return (self.versions is not None and self.versions.due()) or (self._left > 0 and self._asked <= CHECKS)
 
-    def __call__(self, batch: TrainBatch, fresh: Tensor | None = None) -> None:
-        """Look at a rollout batch; `fresh` [R] are the rollouts of the current weights (None: all). Collective."""
+    def __call__(self, batch: TrainBatch, fresh: Tensor | None = None) -> dict[str, Stat]:
+        """Look at a rollout batch; `fresh` [R] are the rollouts of the current weights (None: all). Collective.
+
+        Returns:
+            The metric `routing/differing`, where experts were compared.
+        """
         self._check_reported(batch)
         looks = self.versions is not None and (self.versions.due() | self.versions.moved())
         if not (looks or self._left):
-            return
+            return {}
         comparable = batch if fresh is None else batch.select(fresh)
+        if not self._replays:
+            comparable = comparable.unrouted()
         if looks:
             self._look_for_stale_weights(comparable)
         if not self._left:
-            return
+            return {}
+        stats = self._compare_routes(batch if fresh is None else batch.select(fresh))
         findings = [finding for finding in self._gather(self._compare(comparable)) if finding is not None]
         problem = next(filter(None, findings), None)
         if problem is not None:
@@ -321,6 +347,21 @@ class EngineCheck:
         elif findings:
             self._left -= 1
             self._agreed = True
+        return stats
+
+    def _compare_routes(self, batch: TrainBatch) -> dict[str, Stat]:
+        """Share of (token, layer) pairs of a few rollouts that engine and trainer send to other experts. Collective."""
+        if self._routes_of is None:
+            return {}
+        few, _ = self._few(batch)
+        if few.routes is None and not self._together:
+            return {}
+        own = self._routes_of(few if self._replays else replace(few, routes=None, prompt_routes=None))
+        if few.routes is None:
+            return {}
+        known = are_known(few.routes) & are_known(own)
+        pairs = known.sum().item() * own.shape[1]
+        return {"routing/differing": Mean(differing(few.routes, own).sum().item(), pairs)}
 
     def _complain(self, problem: str) -> None:
         if self._action == "raise":

@@ -15,6 +15,7 @@ from covey.config.base import OnlineConfig
 from covey.config.engines import SERVER_FORMATS
 from covey.core.findings import CheckError
 from covey.core.model import unwrapped
+from covey.core.routing import routing_of
 from covey.engines.servers.engine import RemoteEngine
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.pool_file import PoolFile
@@ -49,7 +50,7 @@ def vllm_servers(args: OnlineConfig, model: Any, tokenizer: Any, accelerator: An
     pool_file = pool_file_of(args, api_key)
     return RemoteEngine(
         listed(pool_file) if pool_file else [ServerClient(url, api_key) for url in args.vllm_urls],
-        VllmApi(temperature=args.temperature, extra=generation_extras(args), vocab_size=vocabulary_of(model)),
+        VllmApi(**api_settings(args, model)),
         sender,
         timeout=args.vllm_server_timeout,
         request_timeout=args.vllm_server_request_timeout,
@@ -81,7 +82,7 @@ def sglang_servers(
             urls = [url]
         engine = RemoteEngine(
             [ServerClient(url, api_key) for url in urls],
-            SglangApi(temperature=args.temperature, extra=generation_extras(args), vocab_size=vocabulary_of(model)),
+            SglangApi(**api_settings(args, model)),
             sender,
             timeout=args.sglang_server_timeout,
             request_timeout=args.sglang_request_timeout,
@@ -132,6 +133,8 @@ def start_sglang(args: OnlineConfig, model: Any, accelerator: Any, api_key: str)
         flags = {"enable_lora": True, "max_lora_rank": rank, "lora_target_modules": "all", **flags}
     if args.engine_dtype:
         flags = {**dict([SERVER_FORMATS[args.engine_dtype]]), **flags}
+    if args.routing_replay == "R3":
+        flags = {"enable_return_routed_experts": True, **flags}
     command, environment = launch.command(name, port, args.sglang_device, flags, os.environ)
     process = ServerProcess(
         command,
@@ -142,6 +145,17 @@ def start_sglang(args: OnlineConfig, model: Any, accelerator: Any, api_key: str)
         name="the SGLang server",
     )
     return f"http://127.0.0.1:{port}", process.start()
+
+
+def api_settings(args: OnlineConfig, model: Any) -> dict[str, Any]:
+    """Settings of a `ServerApi` that do not depend on the backend."""
+    routing = routing_of(unwrapped(model))
+    return {
+        "temperature": args.temperature,
+        "extra": generation_extras(args),
+        "vocab_size": vocabulary_of(model),
+        "routes": None if routing is None else routing.shape,
+    }
 
 
 def engine_settings(

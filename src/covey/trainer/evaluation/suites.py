@@ -137,7 +137,7 @@ class EvalSuite:
         changes = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
         if self.max_completion_length is not None:
             changes["max_tokens"] = self.max_completion_length
-        return replace(params, keep_mask=False, **changes)
+        return replace(params, keep_mask=False, keep_routes=False, **changes)
 
     def judge(self, rewards: RewardSuite) -> "Grader":
         rounded = torch.tensor(self.success_threshold, dtype=torch.float32).item()

@@ -7,14 +7,18 @@
 """
 
 import asyncio
+import base64
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from covey.core.engine import SampleRequest, SamplingParams
 from covey.core.media import unexpanded
 from covey.core.records import Completion, FinishReason
+from covey.core.routes import RouteShape
 from covey.engines.servers import completions
 from covey.engines.servers.errors import BadAnswer, DeadlineExceeded, ServerRefused, advised, same_vocabulary
 from covey.engines.servers.http_client import ServerClient
@@ -25,6 +29,7 @@ from covey.engines.servers.weights.buckets import dtype_named
 RESERVED = frozenset(
     {"max_new_tokens", "n", "sampling_seed", "stop_token_ids", "ignore_eos", "beam_width", "stream_interval"}
 )
+ROUTED = "Start it with --enable-return-routed-experts, or leave routing_replay unset."
 FLUSH_SECONDS = 5.0  # for the last requests to end, in one attempt to empty the cache
 
 
@@ -35,6 +40,7 @@ class SglangApi:
     temperature: float = 1.0  # at any other it matters which log-probs the server reports
     extra: dict[str, Any] = field(default_factory=dict)  # settings of requests beyond those of `SamplingParams`
     vocab_size: int | None = None  # of the model that is trained; None: not compared
+    routes: RouteShape | None = None  # of the model that is trained, where the experts of tokens are read
 
     name = "SGLang"
     settings = SettingNames(
@@ -52,7 +58,8 @@ class SglangApi:
         await self.resume(server, deadline)  # paused, it would fail its health check
         await server.call("GET", "/health", "check its health", deadline)
         await self._check_logprobs(server, deadline)
-        return facts_of(model, info)
+        facts = facts_of(model, info)
+        return replace(facts, returns_routes=facts.returns_routes and self.routes is not None)
 
     async def check_alive(self, server: ServerClient, deadline: float) -> None:
         """Check that it answers, which it does while it is paused too; its health check does not."""
@@ -103,16 +110,36 @@ class SglangApi:
         }
         if model.startswith(ADAPTER_PREFIX):
             body["lora_path"] = [model] * request.n
+        keeps_routes = request.params.keep_routes and self.routes is not None
+        if keeps_routes:
+            body["return_routed_experts"] = True
         if request.media:
             body["image_data"] = [completions.sent_images(request)] * request.n
         answer = await server.call("POST", "/generate", "generate", deadline, body)
         chunks = completions_of(server, answer, request.n, "generate")
         if request.media:
             completions.check_expanded(server.url, request, answer[0]["meta_info"].get("prompt_tokens"))
+        if keeps_routes:
+            chunks = [self._routed(server, request, *pair) for pair in zip(chunks, answer, strict=True)]
         if any(name in request.params.extra for name in completions.STOPS):
             return chunks
         # The server adds the end tokens of the model's own files to `ends`; ignoring those would ignore `ends` too.
         return [replace(chunk, unfinished=_ends_elsewhere(chunk.completion, ends)) for chunk in chunks]
+
+    def _routed(self, server: ServerClient, request: SampleRequest, chunk: SampledChunk, answer: Any) -> SampledChunk:
+        """The chunk with the experts of its tokens: int32 numbers in base64, [tokens, layers, k] without a shape."""
+        if chunk.aborted and not chunk.completion.token_ids:
+            return chunk
+        assert self.routes is not None, "asked for"
+        layers, given = self.routes.hidden_layers, answer["meta_info"].get("routed_experts")
+        try:
+            ids = np.frombuffer(base64.b64decode(given, validate=True), dtype=np.int32)
+            ids = ids.reshape(-1, layers, self.routes.top_k)
+        except (TypeError, ValueError) as error:
+            message = f"`routed_experts` of its answer cannot be read ({error})"
+            raise BadAnswer(server.url, "generate", message, ROUTED) from error
+        completion = completions.with_routes(server.url, request, chunk.completion, ids, self.routes)
+        return replace(chunk, completion=completion)
 
     async def pause(self, server: ServerClient, deadline: float) -> None:
         await server.call("POST", "/pause_generation", "pause", deadline, {"mode": "abort"})
@@ -214,6 +241,7 @@ def facts_of(model: Mapping[str, Any], info: Mapping[str, Any]) -> ServerFacts:
         max_context=min((int(limit) for limit in limits if limit), default=None),
         dtype=dtype_named(info.get("dtype")),
         takes_adapters=bool(info.get("enable_lora")),
+        returns_routes=bool(info.get("enable_return_routed_experts")),
         path=str(model["model_path"]),
     )
 

@@ -4,15 +4,20 @@ It must be started with `VLLM_SERVER_DEV_MODE=1`, which adds the routes that pau
 weights; `covey vllm-serve` does so. See also: `covey.engines.servers.vllm.weights`.
 """
 
+import base64
 import contextlib
 import difflib
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
+
+import numpy as np
 
 from covey.core.engine import SampleRequest
 from covey.core.media import unexpanded
 from covey.core.records import Completion, FinishReason
+from covey.core.routes import RouteShape, read_bytes
 from covey.engines.servers import completions
 from covey.engines.servers.errors import BadAnswer, ServerBusy, ServerError, ServerRefused, advised, same_vocabulary
 from covey.engines.servers.http_client import ServerClient
@@ -29,6 +34,7 @@ FINISHES = {"stop": FinishReason.STOP, "repetition": FinishReason.STOP, "length"
 ABORTED = "abort"
 IMAGE_ROUTE = "/inference/v1/generate"  # route for prompts with images, which the completions route does not take
 TEXT = ("stop", "bad_words")  # settings for which vLLM has to detokenize while it samples
+ROUTED = "Start it with --enable-return-routed-experts, or leave routing_replay unset."
 DEV_MODE = (
     "Start it with the environment variable VLLM_SERVER_DEV_MODE=1, which adds the routes that training needs, or with"
     " `covey vllm-serve`."
@@ -42,6 +48,7 @@ class VllmApi:
     temperature: float = 1.0  # at any other it matters which log-probs the server reports
     extra: dict[str, Any] = field(default_factory=dict)  # settings of requests, compared with the server's schema
     vocab_size: int | None = None  # of the model that is trained; None: not compared
+    routes: RouteShape | None = None  # of the model that is trained, where the experts of tokens are read
 
     name = "vLLM"
     settings = SettingNames(
@@ -77,6 +84,8 @@ class VllmApi:
             reports_after_cut=after_cut,
             takes_adapters=get_path(config, "lora_config") is not None,
             path=str(model.get("root") or name),
+            returns_routes=self.routes is not None
+            and get_path(config, "model_config", "enable_return_routed_experts") is True,
         )
 
     async def check_alive(self, server: ServerClient, deadline: float) -> None:
@@ -98,7 +107,21 @@ class VllmApi:
             return chunks
         body = {"model": model, "prompt": request.prompt_ids, "return_token_ids": True, "add_special_tokens": False}
         body |= sampling_settings(request, ends)
-        return completions_of(server, await server.ask("/v1/completions", "generate", deadline, body))
+        answer = await server.ask("/v1/completions", "generate", deadline, body)
+        chunks = completions_of(server, answer)
+        if not request.params.keep_routes or self.routes is None:
+            return chunks
+        return [
+            chunk
+            if chunk.aborted and not chunk.completion.token_ids
+            else replace(
+                chunk,
+                completion=completions.with_routes(
+                    server.url, request, chunk.completion, routed_experts(server, choice), self.routes
+                ),
+            )
+            for chunk, choice in zip(chunks, sorted(answer["choices"], key=itemgetter("index")), strict=True)
+        ]
 
     async def pause(self, server: ServerClient, deadline: float) -> None:
         await self._switch(server, "/pause", "pause", deadline, {"mode": "abort"})
@@ -171,6 +194,15 @@ def _sampled(server: ServerClient, choice: dict[str, Any]) -> SampledChunk:
         reported = list(logprobs["token_logprobs"])
     completion = Completion(tokens, reported, FINISHES.get(finish, FinishReason.LENGTH))
     return SampledChunk(completion, aborted=finish == ABORTED)
+
+
+def routed_experts(server: ServerClient, choice: dict[str, Any]) -> np.ndarray:
+    """Experts [tokens, layers, k] in a choice: a NumPy file in base64, of the prompt's tokens and the sampled ones."""
+    try:
+        return read_bytes(base64.b64decode(str(choice.get("routed_experts")), validate=True))
+    except (TypeError, ValueError) as error:
+        message = f"`routed_experts` of its answer cannot be read ({error})"
+        raise BadAnswer(server.url, "generate", message, ROUTED) from error
 
 
 def image_request(request: SampleRequest, model: str, ends: frozenset[int]) -> dict[str, Any]:
