@@ -38,6 +38,8 @@ def marked(batch):
     """Fill every per-token field with values that tell where a token came from."""
     for offset, name in enumerate(TOKEN_FIELDS[2:]):
         setattr(batch, name, torch.arange(batch.num_tokens) + 1000.0 * offset)
+    batch.routes = torch.arange(batch.num_tokens, dtype=torch.int16)[:, None, None]
+    batch.prompt_routes = torch.zeros(len(batch.prompt_ids), 1, 1, dtype=torch.int16)
     return batch
 
 

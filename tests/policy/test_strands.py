@@ -158,7 +158,7 @@ def test_micro_batches_are_normalised_as_the_config_says(tmp_path):
 
 def test_what_strands_have_in_common_is_computed_once():
     """BRANCHING has 5 + 5 tokens, and 2 + 2 more that its later strands do not share."""
-    rows, owners = unfolded(collate([joined(BRANCHING)]))
+    rows, owners, _ = unfolded(collate([joined(BRANCHING)]))
     inputs = LAYOUTS["shared_prefix"](rows, 0)
     assert owners.tolist() == [0, 0, 0, 0]
     once = len(BRANCHING[0][0].prompt_ids) + len(joined(BRANCHING).completion_ids)

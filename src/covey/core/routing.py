@@ -102,7 +102,7 @@ class Routing:
     _own: list[Tensor | None] = field(default_factory=list, init=False)  # the same, as the routers would have chosen
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Routing":
-        """That of a copied model, without a pass."""
+        """Routing of a copied model, without a pass under way."""
         memo[id(self)] = copied = Routing(self.shape, [])
         copied.routers += [copy.deepcopy(router, memo) for router in self.routers]
         copied._attached = self._attached
