@@ -8,7 +8,6 @@ import torch
 from transformers import TrainerCallback
 
 from covey.core.findings import CheckError
-from covey.core.routes import are_known
 from covey.engines.servers.errors import NoServerLeft, ServerRefused
 from tests.support import mixtures, runs, tiny
 from tests.support.servers.fake_vllm import FakeVllm
@@ -209,24 +208,6 @@ def test_a_server_that_is_not_there_is_named(tmp_path, servers):
 def test_a_key_may_come_from_the_environment(tmp_path, servers, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "k")
     trainer(tmp_path, servers(api_key="k")).collector.engine.close()
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_the_experts_of_a_server_are_replayed(tmp_path, servers):
-    model = mixtures.model("Mixtral")
-    server = servers(model=model, routes=True)
-    parts = {"model": model}
-    settings = {"routing_replay": "R3", "router_aux_loss_coef": 0.0, "parts": parts}
-    made = trainer(tmp_path, server, **settings)
-    found = runs.experiences(made)
-    try:
-        made.train()
-    finally:
-        made.collector.engine.close()
-    assert runs.history(made, "routing/differing")[0] == 0
-    assert max(runs.history(made, "sampling/sampling_logp_difference/max")) < 1e-3
-    assert found and all(are_known(batch.routes).any() for batch in found)
 
 
 @pytest.mark.filterwarnings("ignore")
