@@ -301,7 +301,7 @@ class TeacherScorer:
                 one.reference.load_state_dict(state[name])
 
 
-def joined_hidden(parts: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+def joined_hidden(parts: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Any]:
     """Fields of a batch with the hidden states of several teachers: the tokens [N] of each, and their states."""
     if not parts:
         return {}

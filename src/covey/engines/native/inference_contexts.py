@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from covey.core.engine import EngineTraits, WeightUpdate
+from covey.core.engine import EngineTraits, SampleRequest, WeightUpdate
 from covey.core.model import inference_mode_of, sdpa_suits
+from covey.core.records import Completion
 from covey.engines.native.packed_weights import Packed, packed_linears
 
 
@@ -110,6 +111,10 @@ class PolicyEngine:
     @property
     def input_device(self) -> torch.device:
         return self.device or next(self._model().parameters()).device
+
+    async def generate(self, request: SampleRequest) -> list[Completion]:
+        """Sample `request.n` completions of one prompt."""
+        raise NotImplementedError
 
     def load_weights(self, update: WeightUpdate) -> None:
         """Do nothing: the engine samples from the policy's own parameters."""
