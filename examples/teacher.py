@@ -1,7 +1,8 @@
 """On-policy distillation next to a reward: a teacher scores every token that the policy samples.
 
 The teacher's log-prob minus the policy's is added to the advantage of each token. Give a larger model of the same
-family as `--teacher`; by default it is the policy as it was at the start, which keeps the policy near it.
+family as `--teacher`, or the URL of a server that has one (`covey vllm-serve --model ...` starts it); by default it is
+the policy as it was at the start, which keeps the policy near it.
 """
 
 from common import SUMS, parser, settings
@@ -11,7 +12,7 @@ from covey.rewards import numeric_match_reward
 
 def main():
     options = parser(__doc__)
-    options.add_argument("--teacher", default="start", help="Hub id or folder of the teacher.")
+    options.add_argument("--teacher", default="start", help="Hub id, folder or URL of the teacher.")
     options = options.parse_args()
     trainer = GRPOTrainer(
         model=options.model,

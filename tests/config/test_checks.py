@@ -176,7 +176,7 @@ REFUSED = [
     {"delta": 1.1},
     {"sync_ref_model": True},
     {"teacher": "policy"},
-    {"teacher": "https://a.example"},
+    {"teacher": "https://a.example", "keep_sampling_mask": True, "top_k": 4},
     {"teacher": {"a": ""}},
     {"loss_type": "gmpo", "teacher": "start"},
     {"teacher_prompt": "a", "teacher_prompt_template": "{prompt}", "teacher": "start"},
@@ -307,6 +307,8 @@ WITHOUT_EFFECT = [
     (GRPOConfig, {"ref_model_sync_steps": 9}, "sync_ref_model is False"),
     (GRPOConfig, {"teacher": "start", "teacher_mixup_alpha": 0.5}, "'follower'"),
     (GRPOConfig, {"teacher": "start", "teacher_model_revision": "v1"}, "is loaded"),
+    (GRPOConfig, {"teacher": "http://a:1", "teacher_model_revision": "v1"}, "is loaded"),
+    (GRPOConfig, {"teacher": "start", "teacher_server_timeout": 9.0}, "no teacher is a server"),
     (GRPOConfig, {"teacher": "start", "teacher_column": "who"}, "one teacher"),
     (GRPOConfig, {"teacher": "start", "teacher_top_k": 9}, "'advantage'"),
     (

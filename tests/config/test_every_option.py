@@ -7,6 +7,7 @@ nothing is needed where a part holds it; otherwise a row.
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from covey.config.fields import LIMITS
 from covey.config.grpo import GRPOConfig
 from covey.config.messages import default_of
 from covey.config.rloo import RLOOConfig
+from covey.config.teachers import OF_SERVERS
+from covey.trainer import served_teachers
 from covey.trainer.engines import servers
 from tests.support import runs, tiny
 from tests.support.outcomes import built, differences, outcome, said, with_dropout
@@ -213,6 +216,7 @@ WITH: dict[str, dict[str, Any]] = {
     "teacher_success_reward": {**TAUGHT, "teacher_prompt_template": "{prompt} {solution}"},
     "teacher_column": {"teacher": {"a": "start"}, "given": {"train_dataset": NAMED_ROWS}},
     **each(("teacher_mixup_alpha", "teacher_sync_steps"), {"teacher": "follower"}),
+    **each(tuple(f"teacher_server_{name}" for name in OF_SERVERS), {"teacher": "http://a:1"}),
     "log_unique_prompts": {"log_completions": True},
     "log_completions_total_limit": {"export_completions": True},
     "warmup_steps": {"lr_scheduler_type": "linear"},
@@ -351,10 +355,17 @@ class Recorded:
         self.given = given, named
 
 
+class RecordedScorer(Recorded):
+    """A teacher's servers, which keep what they would be made of."""
+
+    max_context, whole, probe = None, True, SimpleNamespace(last=1)
+
+
 @pytest.mark.parametrize("name", sorted(WITH))
 @pytest.mark.filterwarnings("ignore")
 def test_a_field_changes_a_part_where_its_condition_is_met(name, home, monkeypatch):
     monkeypatch.setattr(servers, "RemoteEngine", Recorded)
+    monkeypatch.setattr(served_teachers, "ServerScorer", RecordedScorer)
     settings, value = WITH[name], WITH_VALUES.get(name, value_of(name))
     usual, unsteady = parts_with(home, tuple(settings.items()))
     assert differences(usual, built(home, **{**settings, name: value})) - unsteady

@@ -73,6 +73,13 @@ def test_the_keyword_of_trl_is_the_divergence(tmp_path):
     ("given", "name", "value"),
     [
         ({"teacher_model_name_or_path": "a"}, "teacher", "a"),
+        ({"teacher_model_server_url": "http://a:1/", "teacher_top_k": 20}, "teacher", "http://a:1"),
+        ({"teacher_server_urls": {"default": "http://a:1"}, "teacher_top_k": 20}, "teacher", "http://a:1"),
+        (
+            {"teacher_server_urls": {"a": "http://a:1", "b": "http://b:1"}, "teacher_top_k": 20},
+            "teacher",
+            {"a": "http://a:1", "b": "http://b:1"},
+        ),
         ({"teacher_model_kind": "ema"}, "teacher", "follower"),
         ({"teacher_update_rate": 0.05, "teacher": "follower"}, "teacher_mixup_alpha", 0.05),
         ({"gkd_logits_topk": 20}, "teacher_top_k", 20),
@@ -84,7 +91,7 @@ def test_names_of_others_are_taken(tmp_path, given, name, value):
     assert getattr(settings(tmp_path, **given), name) == value
 
 
-@pytest.mark.parametrize("name", ["loss_add_tail", "lmbda", "use_uld_loss", "teacher_model_server_url"])
+@pytest.mark.parametrize("name", ["loss_add_tail", "lmbda", "use_uld_loss", "teacher_model_server"])
 def test_what_there_is_not_is_refused_by_name(tmp_path, name):
     with pytest.raises(TypeError, match=name):
         settings(tmp_path, **{name: True})

@@ -1,15 +1,19 @@
 """Teachers in a run: what they score, by which prompt, and how that reaches the loss."""
 
+import json
+import shutil
 from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import LlamaForCausalLM
 
 from covey.core.batch import collate
 from covey.core.findings import CheckError, CheckWarning
 from covey.core.records import FinishReason, Rollout
+from covey.core.terms import term_weights
 from covey.trainer.teachers import TeacherPrompt, check_tokenizer, check_vocabulary, fields_of, template_prompt
 from tests.core.test_distillation import full_divergence
 from tests.support import runs, tiny
@@ -325,6 +329,187 @@ def test_the_record_holds_the_teachers_log_probs(tmp_path, folders):
     assert titles["term/teacher"] == "weight in teacher" and "teacher_logprobs" in titles
 
 
+# ---- adapters --------------------------------------------------------------------------------------------------------
+
+LORA = {"r": 2, "target_modules": ["q_proj"]}
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """A base model and two adapters on it, as folders."""
+    home = tmp_path_factory.mktemp("adapters")
+    tiny.folder(home / "base")
+    for seed, name in ((1, "one"), (2, "two")):
+        torch.manual_seed(seed)
+        base = LlamaForCausalLM.from_pretrained(home / "base")
+        get_peft_model(base, LoraConfig(**LORA, init_lora_weights=False)).save_pretrained(home / name)
+    return home
+
+
+def adapted(stored, name):
+    return PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(stored / "base"), stored / name).eval()
+
+
+def storages(model):
+    return {weight.data_ptr() for weight in model.parameters()}
+
+
+def teacher_of(trainer, name=""):
+    with trainer.behaviour.teachers.teachers[name].within(trainer.policy) as model:
+        return model
+
+
+def test_an_adapter_on_the_policys_base_shares_it(tmp_path, stored):
+    """The base is in memory once, and what the policy learns does not reach the teacher."""
+    parts = {"model": str(stored / "base"), "peft_config": LoraConfig(**LORA)}
+    settings = {"teacher": str(stored / "one"), "learning_rate": 0.1, "max_steps": 2}
+    trainer = runs.trainer(tmp_path, parts=parts, **settings)
+    found = runs.experiences(trainer)
+    teacher = teacher_of(trainer)
+    own = {name for name, weight in teacher.named_parameters() if weight.data_ptr() not in storages(trainer.policy)}
+    assert own == {name for name, _ in teacher.named_parameters() if "lora_" in name} != set()
+    before = runs.weights(trainer)
+    trainer.train()
+    assert not all(map(torch.equal, before, runs.weights(trainer)))
+    for batch in found:
+        expected = direct(adapted(stored, "one"), own_prompts(batch), batch)
+        torch.testing.assert_close(batch.teacher_logprobs, expected, rtol=0, atol=2e-5)
+    assert not any("one" in name for name, _ in trainer.policy.named_parameters())
+    trainer.save_model(str(tmp_path / "saved"))
+    assert not any("teacher" in str(path) for path in (tmp_path / "saved").rglob("*"))
+
+
+def test_adapters_that_do_not_share_the_policys_base_share_one(tmp_path, stored):
+    """The policy trains all of its weights, so that they cannot be the teachers'."""
+    given = {name: str(stored / name) for name in ("one", "two")}
+    rows = [{**row, "teacher": ("one", "two")[number % 2]} for number, row in enumerate(tiny.rows())]
+    changes = {"shuffle_dataset": False, "per_device_train_batch_size": 8, "learning_rate": 0.0}
+    parts = {"model": str(stored / "base")}
+    trainer, (batch,) = trained(tmp_path, rows, teacher=given, parts=parts, **changes)
+    one, two = teacher_of(trainer, "one"), teacher_of(trainer, "two")
+    assert not storages(one) & storages(trainer.policy)
+    alone = {name for name, weight in two.named_parameters() if weight.data_ptr() not in storages(one)}
+    assert alone == {name for name, _ in two.named_parameters() if "lora_" in name} != set()
+    of_row = torch.repeat_interleave(torch.arange(len(batch)) // 4 % 2 == 0, batch.lengths)
+    expected = [direct(adapted(stored, name), own_prompts(batch), batch) for name in given]
+    torch.testing.assert_close(batch.teacher_logprobs, torch.where(of_row, *expected), rtol=0, atol=2e-5)
+
+
+def test_arguments_of_loading_give_an_adapter_a_base_of_its_own(tmp_path, stored):
+    parts = {"model": str(stored / "base"), "peft_config": LoraConfig(**LORA)}
+    settings = {"teacher": str(stored / "one"), "teacher_model_init_kwargs": {"dtype": "bfloat16"}}
+    trainer = runs.trainer(tmp_path, parts=parts, **settings)
+    teacher = teacher_of(trainer)
+    assert not storages(teacher) & storages(trainer.policy)
+    assert teacher.get_base_model().dtype == torch.bfloat16
+
+
+def test_the_policys_own_start_is_not_changed_by_a_teacher(tmp_path, stored):
+    """Trained with and without a teacher that only measures, the weights are equal bit by bit."""
+
+    def parts():
+        return {"model": str(stored / "base"), "peft_config": LoraConfig(**LORA)}
+
+    with_one, _ = trained(tmp_path / "a", parts=parts(), teacher=str(stored / "one"), teacher_coef=0.0)
+    without, _ = trained(tmp_path / "b", parts=parts())
+    assert all(map(torch.equal, runs.weights(with_one), runs.weights(without)))
+
+
+@pytest.mark.parametrize("change", [{"base_model_name_or_path": None}, {"peft_type": "PREFIX_TUNING"}, {"r": 4}])
+def test_an_adapter_that_cannot_be_a_teacher_is_refused(tmp_path, stored, change):
+    shutil.copytree(stored / "one", tmp_path / "one")
+    path = tmp_path / "one" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    assert codes(tmp_path / "run", teacher=str(tmp_path / "one")) == {"teacher-adapter"}
+
+
+def test_an_adapter_is_checked_by_its_base(tmp_path, stored):
+    """Neither tokenizer nor config are in its folder."""
+    tiny.model(vocab_size=50).save_pretrained(tmp_path / "small")
+    shutil.copytree(stored / "one", tmp_path / "one")
+    path = tmp_path / "one" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": str(tmp_path / "small")}))
+    assert codes(tmp_path / "run", teacher=str(tmp_path / "one")) == {"teacher-vocabulary"}
+
+
+# ---- sources ---------------------------------------------------------------------------------------------------------
+
+OF_SOURCES = {
+    "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "max_steps": 1, "loss_type": "dapo",
+    "teacher_loss": "divergence",
+}  # fmt: skip
+
+
+def by_source(trainer):
+    """The first rollout batch, and [N] its tokens' sources."""
+    seen, sample, found = [], trainer.rollouts.sample, runs.experiences(trainer)
+
+    def sampling(key, samples, *given, **named):
+        seen.extend(one.source for one in samples)
+        return sample(key, samples, *given, **named)
+
+    trainer.rollouts.sample = sampling
+    trainer.train()
+    batch = found[0]
+    return batch, [name for name, length in zip(seen, batch.lengths.tolist(), strict=False) for _ in range(length)]
+
+
+@pytest.mark.parametrize("own", [{}, {"average": "own"}, {"average": "own", "loss_weight": 3.0}])
+def test_the_teachers_term_is_averaged_within_a_source_of_its_own_average(tmp_path, folders, own):
+    """Over the tokens with a teacher of that source alone, times its share of the prompts or its weight."""
+    hinted = [{**row, "teacher": "one" if number % 2 else None} for number, row in enumerate(tiny.rows(8))]
+    data = {"sums": hinted, "code": tiny.rows(8)[::-1]}
+    sources = {"sums": own, "code": {"teacher": "two", "max_completion_length": 2}}
+    given = {name: str(folders / name) for name in ("one", "two")}
+    parts = {"train_dataset": data, "sources": sources}
+    trainer = runs.trainer(tmp_path, parts=parts, teacher=given, **OF_SOURCES)
+    batch, names = by_source(trainer)
+    tokens = batch.term_tokens["teacher"]
+    weights = term_weights(batch, "teacher")
+    in_sums = torch.tensor([name == "sums" for name in names])
+    sums, code = (weights[where].sum().item() for where in (in_sums, ~in_sums))
+    counts = [int(tokens[where].sum()) for where in (in_sums, ~in_sums)]
+    assert 0 < counts[0] < int(in_sums.sum())
+    if not own:
+        assert (sums, code) == pytest.approx([count / sum(counts) for count in counts])
+    else:
+        assert (sums, code) == pytest.approx([own.get("loss_weight", 0.5), 0.5])
+        assert weights[in_sums & (tokens > 0)].tolist() == pytest.approx([sums / counts[0]] * counts[0])
+
+
+@pytest.mark.parametrize("rewarded", [False, True])
+def test_sources_with_a_teacher_need_no_rewards(tmp_path, folders, rewarded):
+    """All of them, or one next to a source that is rewarded."""
+    data = {"sums": tiny.rows(8), "code": tiny.rows(8)[::-1]}
+    sources = {"sums": {"reward_funcs": runs.longer} if rewarded else {"teacher": "one"}, "code": {"teacher": "two"}}
+    given = {name: str(folders / name) for name in ("one", "two")}
+    parts = {"train_dataset": data, "sources": sources, "reward_funcs": None}
+    trainer = runs.trainer(tmp_path, parts=parts, teacher=given, **OF_SOURCES)
+    batch, names = by_source(trainer)
+    taught = torch.tensor([name == "code" or not rewarded for name in names])
+    assert torch.equal(batch.term_tokens["teacher"] > 0, taught)
+    assert not batch.advantages[torch.tensor([name == "code" for name in names])].any()
+    assert bool(batch.advantages.any()) == rewarded
+    assert runs.history(trainer, "source/code/tokens")[0] > 0
+    assert bool(runs.history(trainer, "source/sums/frac_advantage_zero")) == rewarded
+
+
+@pytest.mark.parametrize("own", [{"sampler": "difficulty"}, {"gates": {"signal": True}}])
+def test_sources_without_rewards_cannot_choose_by_them(tmp_path, folders, own):
+    data = {"sums": tiny.rows(8), "code": tiny.rows(8)[::-1]}
+    parts = {"train_dataset": data, "sources": {"sums": own}, "reward_funcs": None}
+    assert codes(tmp_path, parts=parts, teacher=str(folders / "one")) == {"reward-missing"}
+
+
+def test_a_source_with_neither_rewards_nor_a_teacher_is_refused(tmp_path, folders):
+    data = {"sums": tiny.rows(8), "code": tiny.rows(8)[::-1]}
+    sources = {"sums": {"reward_funcs": runs.longer}}
+    parts = {"train_dataset": data, "sources": sources, "reward_funcs": None}
+    given = {"one": str(folders / "one")}
+    rows = [{**row, "teacher": None} for row in data["code"]]
+    assert codes(tmp_path, parts={**parts, "train_dataset": {**data, "code": rows}}, teacher=given) >= {"source-reward"}
+
+
 # ---- prompts ---------------------------------------------------------------------------------------------------------
 
 
@@ -412,7 +597,6 @@ HINTED = [{**row, "hint": "x"} for row in tiny.rows()]
     ("code", "changes"),
     [
         ("teacher-itself", {"teacher": "policy"}),
-        ("teacher-unknown", {"teacher": "https://api.example.com"}),
         ("teacher-unknown", {"teacher": {}}),
         ("settings-contradict", {"teacher": "policy", "teacher_prompt": "hint", "teacher_prompt_template": "{prompt}"}),
         ("setting-format", {"teacher": "start", "teacher_schedule": {"peak": 1.0}}),

@@ -142,7 +142,12 @@ ALIASES: dict[str, Alias] = {
         lambda mode, _: None if str(mode).lower() in ("disabled", "none") else mode,
     ),
     # distillation: TRL, ms-swift and others
-    "teacher_model_name_or_path": Alias("teacher"),
+    "teacher_model_name_or_path teacher_model_server_url": Alias("teacher"),
+    "teacher_server_urls": Alias(
+        "teacher",
+        "the entry 'default' alone is the teacher of all rows",
+        lambda urls, _: urls["default"] if isinstance(urls, dict) and {*urls} == {"default"} else urls,
+    ),
     "loss_top_k distillation_topk gkd_logits_topk topk_logits_k": Alias("teacher_top_k", kind=int),
     "teacher_kl_coef kl_penalty_coef opd_kl_coef distillation_loss_coef": Alias("teacher_coef", kind=float),
     "teacher_tag_key teacher_key": Alias("teacher_column"),
@@ -211,8 +216,9 @@ HINTS: dict[str, str] = {
     "distillation_weight": "`teacher_coef` weighs the teacher next to the rewards",
     "kl_discount_factor": "each token has the gap at its own place, which is a factor of 0",
     "num_loss_tokens_to_skip generate_from_teacher reverse_kl_top_1_mode": "there is no such variant here",
-    "teacher_model_server_url teacher_server_urls teacher_model_server use_teacher_server": "teachers are scored in"
-    " this process: `teacher` is a folder or hub id",
+    "teacher_model_server": "it is `teacher`: a URL, or for several teachers {name: URL} with their names in the column"
+    " `teacher_column`",
+    "use_teacher_server": "`teacher` is the URL of a server, or a folder or hub id",
     "teacher_tokenizer_name_or_path use_uld_loss use_extended_uld uld_token_merge_strategy uld_use_hybrid_loss": "a"
     " teacher must have the policy's tokenizer, as other tokens cannot be compared one by one: train on its answers",
     "privileged_context": "it is a column of the rows, {context} in `teacher_prompt_template`",

@@ -28,6 +28,7 @@ from covey.config.hardware import (
 )
 from covey.config.messages import default_of, is_set
 from covey.config.optimizers import OWN_OPTIMIZERS
+from covey.config.teacher_sources import is_server
 from covey.core.findings import CheckError, Finding
 from covey.runtime.files import unique
 from covey.runtime.import_path import is_reference, resolve
@@ -171,7 +172,7 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
 
     @property
     def teachers(self) -> dict[str, str]:
-        """Source of each teacher (a folder, a hub id or a word of `OF_THE_POLICY`) by name; "" is the only one."""
+        """Source of each teacher (a folder, hub id, URL or word of `OF_THE_POLICY`) by name; "" is the only one."""
         if self.teacher is None:
             return {}
         return {"": self.teacher} if isinstance(self.teacher, str) else dict(self.teacher)
@@ -286,6 +287,10 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
         if isinstance(self.teacher, str):
             text = self.teacher.strip()
             self.teacher = as_dict("teacher", text) if text.startswith("{") else os.path.expanduser(text) or None
+        if isinstance(self.teacher, dict):
+            self.teacher = {name: teacher_source(source) for name, source in self.teacher.items()}
+        else:
+            self.teacher = teacher_source(self.teacher)
         for name in (
             "replay_from",
             "resume_from_checkpoint",
@@ -408,8 +413,16 @@ def as_dict(name: str, value: dict[str, Any] | str | None, others: str = "") -> 
     raise CheckError.of("setting-type", evidence)
 
 
-def as_urls(name: str, value: str | list[str] | None) -> str | None:
-    """The URLs of field `name` (one, several with commas between them, or a list) with commas between them."""
+def teacher_source(source: Any) -> Any:
+    """A teacher; of servers the URLs with commas between them."""
+    return as_urls("teacher", source, "teacher_server_api_key") if is_server(source) else source
+
+
+def as_urls(name: str, value: str | list[str] | None, key: str = "vllm_server_api_key or sglang_api_key") -> str | None:
+    """The URLs of field `name` (one, several with commas between them, or a list) with commas between them.
+
+    `key` names the field for a key, which no URL may hold.
+    """
     if not value:
         return None
     if not isinstance(value, str | list | tuple):
@@ -422,7 +435,7 @@ def as_urls(name: str, value: str | list[str] | None) -> str | None:
             raise CheckError.of(
                 "secret-in-url",
                 f"{name} names a server with a user or password in its URL, which would show in every message.",
-                "Write http://HOST:PORT, and give the key as vllm_server_api_key or sglang_api_key.",
+                f"Write http://HOST:PORT, and give the key as {key}.",
             )
         if not re.fullmatch(r"https?://[^/\s]+", url):
             raise CheckError.of(

@@ -7,10 +7,12 @@ from typing import Any
 from covey.algorithms import LOSS_TYPES
 from covey.config.fields import Args, check_schedule, describe_fields, limited
 from covey.config.messages import ignored
+from covey.config.teacher_sources import is_loaded, is_server
 from covey.core.findings import Finding
 
-OF_THE_POLICY = ("start", "policy", "follower")
-"""Teachers that are the policy, at some time or with another prompt."""
+SECONDS: dict[str, Any] = {"gt": 0, "le": 10**9, "advice": "It is in seconds."}
+OF_SERVERS = ("api_key", "timeout", "request_timeout", "concurrency")
+"""Fields `teacher_server_{name}`."""
 
 
 @dataclass
@@ -20,8 +22,9 @@ class TeacherFields:
     teacher: dict[str, str] | str | None = None
     """The teacher, which scores the tokens that the policy has sampled: a folder or hub id; `start`, the policy as it
     was when the run began (with a new adapter: without it, which takes no memory); `policy`, the policy itself, reading
-    another prompt; `follower`, the policy as it was some steps ago, or an average; or several by name, as JSON, which
-    rows choose by `teacher_column`."""
+    another prompt; `follower`, the policy as it was some steps ago, or an average; the URL of a vLLM or SGLang server
+    with the teacher's model (several with commas between them); the folder or hub id of a PEFT adapter; or several by
+    name, as JSON, which rows choose by `teacher_column`."""
     teacher_model_init_kwargs: dict[str, Any] | str | None = None
     """Arguments of `from_pretrained` for teachers that are loaded, such as dtype or quantization_config."""
     teacher_model_revision: str | None = None
@@ -61,6 +64,15 @@ class TeacherFields:
     """Of `follower`: teacher = (1 - alpha) * teacher + alpha * policy."""
     teacher_sync_steps: int = limited(1, ge=1)
     """Of `follower`: optimizer steps between two moves."""
+    teacher_server_api_key: str | None = None
+    """Key of the teachers that are servers. Unset: the environment variable VLLM_API_KEY or SGLANG_API_KEY, where no
+    log shows it."""
+    teacher_server_timeout: float = limited(240.0, **SECONDS)
+    """Seconds to wait for a teacher's servers to be up: at the start, and again when all of them have failed."""
+    teacher_server_request_timeout: float = limited(800.0, **SECONDS)
+    """Seconds that the log-probs of one rollout may take at a teacher's server before another one is asked."""
+    teacher_server_concurrency: int = limited(64, ge=1, advice="16 to 64 keep a GPU busy.")
+    """Most rollouts that are scored at once at one server of a teacher."""
 
 
 describe_fields(__name__)
@@ -78,7 +90,7 @@ def teachers_are_named(args: Args) -> Iterator[Finding]:
     if isinstance(given, dict) and not (texts and all(isinstance(one, str) and one for one in texts)):
         yield Finding.error(
             "teacher-unknown",
-            f"teacher={given!r} must map names to folders, hub ids, 'start', 'policy' or 'follower'.",
+            f"teacher={given!r} must map names to folders, hub ids, URLs of servers, 'start', 'policy' or 'follower'.",
             'Write teacher={"math": "folder-of-one", "code": "folder-of-another"}.',
         )
 
@@ -99,11 +111,23 @@ def teachers_read_a_prompt(args: Args) -> Iterator[Finding]:
             "teacher='policy' without a prompt of its own compares the policy with itself: every gap is 0.",
             "Name the column with the teacher's prompt (teacher_prompt), or give a teacher_prompt_template.",
         )
-    for url in (kind for kind in kinds if str(kind).startswith(("http://", "https://"))):
+
+
+def teachers_on_servers_score_all_tokens(args: Args) -> Iterator[Finding]:
+    served = next((source for source in args.teachers.values() if is_server(source)), None)
+    if served is not None and args.teacher_loss == "divergence" and args.teacher_top_k < 0:
         yield Finding.error(
-            "teacher-unknown",
-            f"teacher={url!r}: teachers are scored in this process, and a server cannot be one.",
-            "Give the folder or hub id of its model.",
+            "settings-contradict",
+            f"teacher_top_k={args.teacher_top_k} with teacher={served!r}: a server names its likeliest tokens, and not"
+            " the whole vocabulary.",
+            "Set teacher_top_k=20, or load the teacher by its folder or hub id.",
+        )
+    if served is not None and args.keep_sampling_mask:
+        yield Finding.error(
+            "settings-contradict",
+            f"keep_sampling_mask=True with teacher={served!r}: a server gives log-probs over all tokens, and the"
+            " policy's are over those that each token was sampled from.",
+            "Load the teacher by its folder or hub id, or set keep_sampling_mask=False.",
         )
 
 
@@ -138,8 +162,10 @@ def teacher_options_are_read(args: Args) -> Iterator[Finding]:
         return  # `check_unread` says so, once it is known that the trainer was given none either
     if "follower" not in kinds:
         yield from ignored(args, ["teacher_mixup_alpha", "teacher_sync_steps"], "no teacher is the 'follower'")
-    if all(kind in ("start", "policy", "follower") for kind in kinds):
+    if not any(map(is_loaded, kinds)):
         yield from ignored(args, ["teacher_model_init_kwargs", "teacher_model_revision"], "no teacher is loaded")
+    if not any(map(is_server, kinds)):
+        yield from ignored(args, [f"teacher_server_{name}" for name in OF_SERVERS], "no teacher is a server")
     if isinstance(args.teacher, str):
         yield from ignored(args, ["teacher_column"], "there is one teacher, which all rows have")
     if args.teacher_loss == "advantage":

@@ -144,6 +144,7 @@ CHECKED = {
     "engine-dtype-slow": Code(ENGINE, "rounding does not make decoding faster on this machine"),
     "server-sleep": Code(ENGINE, "one process would put a server to sleep for all"),
     "server-start": Code(ENGINE, "a server cannot be started for this run"),
+    "teacher-server": Code(ENGINE, "a server does not score tokens as a teacher of this run has to"),
     "tensor-parallel": Code(ENGINE, "parts of a model do not divide the processes"),
     "adapter-alone": Code(ENGINE, "an adapter cannot be sent alone"),
     "weights-whole": Code(ENGINE, "weights cannot be sent as a checkpoint"),
@@ -177,6 +178,7 @@ CHECKED = {
     "teacher-vocabulary": Code(MODEL, "a teacher has no logits for some tokens"),
     "teacher-head": Code(MODEL, "the whole vocabulary cannot be compared with this teacher's head"),
     "teacher-layout": Code(MODEL, "a teacher cannot read prompts of its own here"),
+    "teacher-adapter": Code(MODEL, "an adapter cannot be a teacher here"),
     "optimizer-weights": Code(MODEL, "an optimizer holds other weights than those that are trained"),
     "weights-rounded": Code(MODEL, "updates of weights in half precision are rounded away"),
     "attention-cpu": Code(MODEL, "an attention cannot be trained on a CPU"),
@@ -184,6 +186,7 @@ CHECKED = {
     # the machine and the hub
     "threads-spin": Code(RUNNING, "threads do not sleep where other programs need the cores"),
     "push-failed": Code(RUNNING, "the hub has not got a checkpoint"),
+    "teacher-changed": Code(RUNNING, "a teacher has another model than in the run's checkpoint"),
     # games
     "roles-missing": Code(RUNNING, "rollouts are compared by roles that they do not have"),
     "roles-alone": Code(RUNNING, "no rollout has another one to be compared with"),

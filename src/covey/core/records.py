@@ -346,6 +346,7 @@ class RankShard:
     entropies: list[float | None]  # n, mean over a completion's sampled tokens, in nats; None if unknown or unasked
     likeness: list[Any]  # n, `covey.core.likeness.Keys`, by which completions are compared
     terms: dict[str, Any] = field(default_factory=dict)  # `covey.core.terms.TermCounts` of each of the loss's terms
+    term_sizes: dict[str, list[int]] = field(default_factory=dict)  # n of each, tokens of the term in each completion
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ class TermCounts(NamedTuple):
         return TermCounts(*(share * count for count in self))
 
     def scales(
-        self, weighting: Weighting, tokens: Tensor, micro_tokens: Tensor, max_completion_length: int | None
+        self, weighting: Weighting, tokens: Tensor, micro_tokens: Tensor, max_completion_length: int | Tensor | None
     ) -> Tensor:
         """[B] normalisers of rollouts with `tokens` [B] of the term, if these are the counts of an optimizer step.
 

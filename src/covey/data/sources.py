@@ -196,6 +196,11 @@ class Sources(Sequence[Any]):
             tokens[number] += count
         return SourceSizes(rows, tokens)
 
+    def term_sizes(self, numbers: Tensor, tokens: Sequence[int]) -> "SourceSizes":
+        """Rollouts with `tokens` [B] of a term of the loss, and these tokens, by source."""
+        known = [place for place, count in enumerate(tokens) if count]
+        return self.sizes(numbers[known], [tokens[place] for place in known])
+
     def shares_at(self, step: int) -> list[float]:
         """Shares of the prompts, by source."""
         weights = self.weights_at(step)
@@ -210,11 +215,17 @@ class SourceSizes(NamedTuple):
 
 
 def averaged_by_source(
-    sources: Sources, weighting: Weighting, members: Tensor, sizes: SourceSizes, updates: float
+    sources: Sources,
+    weighting: Weighting,
+    members: Tensor,
+    sizes: SourceSizes,
+    updates: float,
+    of_term: SourceSizes | None = None,
 ) -> Weighting:
     """The weighting with the averages of sources' own, where they have them, for rollouts of the sources `members` [B].
 
-    `sizes` are of all rollouts that `updates` optimizer steps train on.
+    `sizes` are of all rollouts that `updates` optimizer steps train on. A term of the loss has the same shares, and
+    `of_term` are the rollouts that have tokens of it, and these tokens.
     """
     own = [place for place, one in enumerate(sources.sources) if one.settings.average == "own" and sizes.rows[place]]
     if not own:
@@ -222,13 +233,13 @@ def averaged_by_source(
     others = [place for place in range(len(sources.sources)) if place not in own]
     pools = []
     for places in (*([place] for place in own), others):
-        rows = sum(sizes.rows[place] for place in places)
+        rows, counted = sum(sizes.rows[place] for place in places), sizes if of_term is None else of_term
         weight = None if places is others else sources.sources[places[0]].settings.loss_weight
         pools.append(
             Pool(
                 torch.isin(members, torch.tensor(places, dtype=torch.long, device=members.device)),
-                rows_per_update=rows / updates,
-                tokens_per_update=sum(sizes.tokens[place] for place in places) / updates,
+                rows_per_update=sum(counted.rows[place] for place in places) / updates,
+                tokens_per_update=sum(counted.tokens[place] for place in places) / updates,
                 factor=rows / sum(sizes.rows) if weight is None else weight,
             )
         )

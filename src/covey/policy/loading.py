@@ -120,18 +120,19 @@ def load_teacher(name: str, *, init_kwargs: dict[str, Any] | None = None, trust_
 def tokenizer_of_source(name: str, location: dict[str, Any]) -> Any:
     """The tokenizer of a hub id or folder; None where there is none that can be loaded."""
     with suppress(OSError, ValueError, TypeError, KeyError, ImportError):
-        return AutoTokenizer.from_pretrained(os.path.expanduser(name), **_located(name, location))
+        return AutoTokenizer.from_pretrained(os.path.expanduser(name), **located(name, location))
     return None
 
 
 def config_of_source(name: str, location: dict[str, Any]) -> Any:
     """The config of a hub id's or folder's model; None where there is none that can be loaded."""
     with suppress(OSError, ValueError, TypeError, KeyError, ImportError):
-        return AutoConfig.from_pretrained(os.path.expanduser(name), **_located(name, location))
+        return AutoConfig.from_pretrained(os.path.expanduser(name), **located(name, location))
     return None
 
 
-def _located(name: str, init_kwargs: dict[str, Any]) -> dict[str, Any]:
+def located(name: str, init_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `from_pretrained` that say where a hub id or folder is; offline if the hub gives no answer."""
     location = _location(init_kwargs)
     return location if look_up(os.path.expanduser(name), **_asked(location)) else {**location, "local_files_only": True}
 

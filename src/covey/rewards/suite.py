@@ -209,6 +209,8 @@ class RewardSuite:
             result.log.replay(context, mine, len(rollouts))
             rewards[mine, index] = torch.tensor(result.values, dtype=torch.float64)
         unscored = rewards[scorable].isnan().all(dim=1).nonzero().flatten().tolist()
+        functions = range(len(self.functions))  # none scores rows of a source that learns from a teacher alone
+        unscored = [place for place in unscored if any(self._accepts(one, batch.rows[place]) for one in functions)]
         if unscored and not self.abstains:
             self._warn_once(
                 "",

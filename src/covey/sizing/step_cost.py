@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from covey.config.teacher_sources import is_server
 from covey.sizing.memory import MemoryEstimate, ShardCounts
 from covey.sizing.model_spec import DecoderWidths, unit_parameters
 
@@ -51,7 +52,7 @@ class StepCosts:
 
     sampled_tokens: int  # of completions
     sampling_flops: int
-    scoring_flops: int  # forward passes alone: log-probs of old policy and reference, and of teachers as if as large
+    scoring_flops: int  # forward passes alone: log-probs of old policy and reference, and of teachers in this process
     training_flops: int  # forward and backward passes, recomputation included
     gathered: int  # weights, in the forward and backward passes of a process
     reduced: int  # gradients
@@ -75,7 +76,8 @@ def step_costs(
     forward = int(groups * forward_flops(size, prompt_tokens, group))
     in_layers = forward - int(groups * 2 * size.head * positions(1, group))
     recomputed = in_layers * (memory.layers - memory.kept_layers) // memory.layers
-    scorings = bool(args.beta) + bool(args.teacher) + (not algebra.on_policy or args.penalises_reward)
+    taught = any(not is_server(source) for source in args.teachers.values())
+    scorings = bool(args.beta) + taught + (not algebra.on_policy or args.penalises_reward)
     received = received_by(spread, memory, unit_parameters(config))
     passes, fresh = memory.micro_batches, 1 / algebra.num_iterations
     whole_weights = memory.trainable * memory.stored_bytes if spread.optimizer > 1 and spread.weights == 1 else 0

@@ -19,6 +19,7 @@ from covey.config.base import OnlineConfig, fill_unset
 from covey.config.choosing import BY_REWARDS, gates_among
 from covey.config.messages import ignored, is_set
 from covey.config.rules import check_fields
+from covey.config.teacher_sources import is_server
 from covey.core.distillation import split_names
 from covey.core.engine import EngineTraits, SamplingParams, traits_of
 from covey.core.findings import CheckError, Finding
@@ -27,17 +28,19 @@ from covey.core.records import FinishReason, Rollout
 from covey.data.dynamic_sampling import PromptChooser, SourceChoice
 from covey.data.gates import gates_of
 from covey.data.samplers import PromptHistory, PromptStream, order_of, sampler_of
-from covey.data.sources import Source
+from covey.data.sources import Source, Sources
 from covey.engines.native.settings import read_settings
 from covey.observability.completions import CompletionLog
 from covey.observability.dashboard import ProgressDisplay
 from covey.observability.diagnostics import Advice, LogEnds
 from covey.observability.record import FOLDER, GIGABYTE, Recorder, Replay
+from covey.policy.adapters import base_model, with_shared_weights
 from covey.policy.loading import disable_dropout, load_policy, load_teacher, max_context
 from covey.policy.precision import held_in_half
 from covey.policy.quantization import check_shardable, quantization_method
 from covey.policy.replicas import Reference, starts_as_identity
 from covey.policy.scoring import TokenScorer
+from covey.policy.stored_adapters import StoredAdapter, shared_base, stored_adapter, with_stored_adapter
 from covey.rewards import RewardSuite
 from covey.rewards.functions import FunctionReward
 from covey.rewards.marks import named_tokens
@@ -65,6 +68,7 @@ from covey.trainer.integrations.report import RunReport, changed, provenance
 from covey.trainer.integrations.trackers import OpensSwanLab, check_trackers, guard_trackers
 from covey.trainer.rollout_reports import logs_completions
 from covey.trainer.run import Run
+from covey.trainer.served_teachers import build_server_scorer
 from covey.trainer.teachers import (
     Teacher,
     TeacherScorer,
@@ -72,6 +76,7 @@ from covey.trainer.teachers import (
     loaded_teacher,
     policy_teacher,
     prompt_maker,
+    served_teacher,
 )
 
 if TYPE_CHECKING:
@@ -224,10 +229,15 @@ def build_teachers(
 
     `reference` is that of a KL penalty, which is the teacher "start" as well where it does not move.
     """
-    args, teachers = run.args, dict[str, Teacher]()
+    args, teachers, bases = run.args, dict[str, Teacher](), dict[str, Any]()
     for name, source in sources_of_teachers(args, given).items():
         if source == "policy":
             teachers[name] = policy_teacher(name, source, None, model)
+        elif is_server(source):
+            top = args.teacher_top_k if args.teacher_loss == "divergence" else 0
+            tokenizer = collector.codec.tokenizer
+            server = build_server_scorer(args, source, unwrapped(model), tokenizer, top)
+            teachers[name] = served_teacher(name, server, server.probe.last)
         elif source in ("start", "follower"):
             shared = reference is not None and source == "start" and not args.sync_ref_model
             own = reference if shared else None
@@ -235,7 +245,7 @@ def build_teachers(
                 own = make_reference(model, run.accelerator, peft_config, follows=source == "follower")
             teachers[name] = policy_teacher(name, source, own, model)
         else:
-            teachers[name] = loaded_teacher(name, _placed_teacher(run, source), unwrapped(model))
+            teachers[name] = loaded_teacher(name, _placed_teacher(run, source, model, bases), unwrapped(model))
     if not teachers:
         return None
     template = args.teacher_prompt_template or ""
@@ -271,17 +281,47 @@ def teacher_kwargs(args: OnlineConfig) -> dict[str, Any]:
 
 
 @without_bars()
-def _placed_teacher(run: Run, source: Any) -> Any:
-    """A teacher on the run's device, sharded if the policy is."""
+def _placed_teacher(run: Run, source: Any, policy: Any, bases: dict[str, Any]) -> Any:
+    """A teacher on the run's device, sharded if the policy is; `bases` keeps models that adapters share."""
+    kwargs = teacher_kwargs(run.args)
     with whole_models():
-        if isinstance(source, str):
-            kwargs = teacher_kwargs(run.args)
-            source = load_teacher(source, init_kwargs=kwargs, trust_remote_code=run.args.trust_remote_code)
-        else:
+        if not isinstance(source, str):
             source = source.requires_grad_(False).eval()
+        elif (adapter := stored_adapter(source, kwargs)) is not None:
+            source = with_stored_adapter(_base_of(run, adapter, policy, bases), adapter, kwargs)
+        else:
+            source = load_teacher(source, init_kwargs=kwargs, trust_remote_code=run.args.trust_remote_code)
     if not (run.sharding.weights or quantization_method(source)):
         source = source.to(run.device)
     return prepare_frozen(run.accelerator, source)
+
+
+def _base_of(run: Run, adapter: StoredAdapter, policy: Any, bases: dict[str, Any]) -> Any:
+    """The model that an adapter changes: the policy's own without its adapter, or one that adapters share.
+
+    Sharding replaces the weights of one model, so that then each adapter has a base of its own.
+    """
+    args = run.args
+    if run.sharding.weights:
+        return _load_base(args, adapter)
+    if shares_base(args, adapter, base_model(policy).config) and (own := shared_base(policy)) is not None:
+        return own
+    if adapter.base not in bases:
+        bases[adapter.base] = _load_base(args, adapter)
+    return with_shared_weights(bases[adapter.base])
+
+
+def shares_base(args: OnlineConfig, adapter: StoredAdapter, config: Any) -> bool:
+    """True if the adapter of a teacher changes the model of this `config`, and is loaded as the policy is."""
+    own: Any = args.model_init_kwargs  # a config parses JSON
+    same = adapter.changes(str(getattr(config, "_name_or_path", "")), (own or {}).get("revision"))
+    return same and not args.teacher_model_init_kwargs
+
+
+def _load_base(args: OnlineConfig, adapter: StoredAdapter) -> Any:
+    others = {name: value for name, value in teacher_kwargs(args).items() if name not in ("revision", "subfolder")}
+    kwargs = {**others, **({} if adapter.revision is None else {"revision": adapter.revision})}
+    return load_teacher(adapter.base, init_kwargs=kwargs, trust_remote_code=args.trust_remote_code)
 
 
 def check_engine_choice(args: OnlineConfig, engine: Any) -> Iterator[Finding]:
@@ -440,16 +480,16 @@ def build_rewards(run: Run, collector: Collector, reward_funcs: Any, processing_
     """The reward functions behind one call, that of the environments among them."""
     args, player = run.args, collector.spec and collector.spec.play
     plan = reward_plan(reward_funcs, args.reward_weights, processing_classes, player, run.sources)
-    report(check_reward_sources(plan, run.sources))
-    if plan.functions is None and (args.teacher is None or run.sources is not None):
+    report(check_reward_sources(plan, run.sources, args))
+    if plan.functions is None and args.teacher is None:
         raise CheckError.of(
             "reward-missing",
             "`reward_funcs` is missing.",
             "Give a reward function, a reward model or a list of them. Environments with `get_reward` need none, and"
-            " neither does a run with a `teacher` and without `sources`.",
+            " neither does a run with a `teacher`.",
         )
     if plan.functions is None:
-        report(_check_without_rewards(args))
+        report(_check_without_rewards(args, run.sources))
         plan = RewardPlan([no_reward], None, None)
     elif args.num_generations == 1 and args.compare != ROLE_AVERAGE:
         raise CheckError.of(
@@ -482,19 +522,19 @@ def build_rewards(run: Run, collector: Collector, reward_funcs: Any, processing_
     return suite
 
 
-def _check_without_rewards(args: OnlineConfig) -> Iterator[Finding]:
+def _check_without_rewards(args: OnlineConfig, sources: Sources | None) -> Iterator[Finding]:
     """Errors of settings that go by rewards, in a run that has a teacher alone."""
-    sampler: Any = args.prompt_sampler
-    by_rewards = {
-        "dynamic_sample": args.dynamic_sample,
-        "gates": bool(gates_among(args.gates, BY_REWARDS)),
-        "prompt_sampler": sampler == "difficulty" or (isinstance(sampler, dict) and "pools" in sampler),
-    }
-    for name, chooses in by_rewards.items():
-        if chooses:
+    given = {name: getattr(args, name) for name in ("dynamic_sample", "gates", "prompt_sampler")}
+    for source in sources.sources if sources is not None else ():
+        own = source.settings
+        given |= {f"sources: {source.name}: gates": own.gates, f"sources: {source.name}: sampler": own.sampler}
+    for name, value in given.items():
+        by_gates = name.endswith("gates") and bool(gates_among(value, BY_REWARDS))
+        by_history = value == "difficulty" or (isinstance(value, dict) and "pools" in value)
+        if by_gates or by_history or (name == "dynamic_sample" and value):
             yield Finding.error(
                 "reward-missing",
-                f"{name}={getattr(args, name)!r} chooses prompts by their rewards, and there are no `reward_funcs`.",
+                f"{name}={value!r} chooses prompts by their rewards, and there are no `reward_funcs`.",
                 "Give a reward function, or leave the setting at its default.",
             )
     names = ["reward_weights", "scale_rewards", "advantages", "reward_timeout", "reward_isolation", "stream_rewards"]

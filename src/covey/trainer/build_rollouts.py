@@ -11,7 +11,7 @@ from typing import Any
 from covey.config.base import OnlineConfig
 from covey.config.messages import ignored
 from covey.core.findings import CheckError, Finding
-from covey.data.sources import Sources
+from covey.data.sources import Source, Sources
 from covey.policy.loading import end_token_ids
 from covey.rewards import TurnEnd
 from covey.rewards.suite import Routes, as_weights
@@ -439,18 +439,27 @@ def _routes(functions: list[Any], sources: Sources, of_run: int) -> Routes:
     return Routes([None if names is None else frozenset(names) for names in scored_by], weights)
 
 
-def check_reward_sources(plan: RewardPlan, sources: Sources | None) -> Iterator[Finding]:
-    """Errors of sources whose rows nothing rewards."""
+def check_reward_sources(plan: RewardPlan, sources: Sources | None, args: OnlineConfig) -> Iterator[Finding]:
+    """Errors of sources whose rows nothing rewards and no teacher scores."""
     routes = plan.routes
     if sources is None or routes is None:
         return
-    for name in sources.names:
-        if not any(routes.accepts(number, {"source": name}) for number in range(len(routes.scored_by))):
+    for source in sources.sources:
+        name = source.name
+        rewarded = any(routes.accepts(number, {"source": name}) for number in range(len(routes.scored_by)))
+        if not rewarded and not is_taught(source, args):
             yield Finding.error(
                 "source-reward",
-                f"source {name!r} has no reward function and its environment gives none.",
+                f"source {name!r} has no reward function and no teacher, and its environment gives no reward.",
                 f"Give it some, as in sources={{{name!r}: {{'reward_funcs': ...}}}}, or the run `reward_funcs`.",
             )
+
+
+def is_taught(source: Source, args: OnlineConfig) -> bool:
+    """True if rows of a source have a teacher: the run's only one, the source's, or by a column."""
+    if not isinstance(args.teacher, dict):
+        return args.teacher is not None
+    return len(source.rows) > 0 and bool(source.row(0).get(args.teacher_column))
 
 
 def rows_to_train_on(args: OnlineConfig, train_dataset: Any, factory: Any) -> Any:

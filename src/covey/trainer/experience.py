@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -286,14 +287,17 @@ class CreditAssigner:
             micro_batches_per_update=everyone.micro_batches / updates,
             max_completion_length=args.max_completion_length,
         )
-        weighting = run.algorithm.weighting
+        weighting, of_terms = run.algorithm.weighting, dict.fromkeys(everyone.terms, run.algorithm.weighting)
         if everyone.scores.sources:
             assert run.sources is not None, "rows have sources"
             known, device = run.sources, batch.lengths.device
-            mine = known.numbers(everyone.scores.sources[everyone.mine])
+            numbers = known.numbers(everyone.scores.sources)
+            mine = numbers[everyone.mine]
             counts = replace(counts, max_completion_length=known.longest(mine, args.max_completion_length, device))
-            sizes = known.sizes(known.numbers(everyone.scores.sources), everyone.trained)
-            weighting = averaged_by_source(known, weighting, mine.to(device), sizes, updates)
+            sizes = known.sizes(numbers, everyone.trained)
+            by_source = partial(averaged_by_source, known, weighting, mine.to(device), sizes, updates)
+            weighting = by_source()
+            of_terms = {name: by_source(known.term_sizes(numbers, own)) for name, own in everyone.term_sizes.items()}
         bonus = token_weights(mean_over_update, counts, batch.sampled, batch.lengths) if self.entropy_bonus else None
         batch = replace(
             batch,
@@ -304,10 +308,10 @@ class CreditAssigner:
                 name: everyone.terms[name]
                 .times(1 / updates)
                 .scales(
-                    run.algorithm.weighting,
+                    of_terms[name],
                     sizes.float(),
                     micro_batch_tokens(sizes.float(), algebra.rows(mode)),
-                    args.max_completion_length,
+                    counts.max_completion_length,
                 )
                 for name, sizes in term_sizes(batch).items()
             },
@@ -370,7 +374,7 @@ class CreditAssigner:
 
     def gather(self, rollouts: RolloutBatch, behaviour: Behaviour, mode: Mode) -> GlobalBatch:
         """Rewards and lengths of all processes' rollouts. Collective."""
-        run, scored = self.run, rollouts
+        run, scored, sizes = self.run, rollouts, term_sizes(behaviour.batch)
         mine = RankShard(
             scores=scored.scores,
             kl=behaviour.kl,
@@ -382,10 +386,8 @@ class CreditAssigner:
             prompt_tokens=sum(len(rollout.prompt_ids) for rollout in scored.rollouts),
             entropies=mean_entropies(scored.rollouts, run.args),
             likeness=[keys_of(*pair) for pair in zip(scored.samples, scored.rollouts, strict=True)],
-            terms={
-                name: TermCounts.of(sizes, run.algebra.rows(mode))
-                for name, sizes in term_sizes(behaviour.batch).items()
-            },
+            terms={name: TermCounts.of(size, run.algebra.rows(mode)) for name, size in sizes.items()},
+            term_sizes={name: size.tolist() for name, size in sizes.items()},
         )
         purpose = "gather the rewards of {} rollout batch {}".format(*rollouts.key)
         return GlobalBatch(run.collectives.gather(mine, purpose), run.collectives.rank)
@@ -408,7 +410,7 @@ class CreditAssigner:
         )
         stats |= step_stats(self.judge_of, sampled.scores, names, members)
         alone = credit if everyone.kl is None else None  # the rewards' own
-        baselines = self._baselines(everyone.scores)
+        baselines, signal = self._baselines(everyone.scores), None
         if self.rewards.abstains:  # nothing is compared
             stats.pop("frac_reward_zero_std", None)
         else:
@@ -423,22 +425,28 @@ class CreditAssigner:
         return stats | (entropy_stats(everyone.entropies) if run.args.log_entropy else {})
 
     def _stats_of_sources(
-        self, sampled: GlobalBatch | SamplingRound, everyone: GlobalBatch, signal: Credit, mode: Mode
+        self, sampled: GlobalBatch | SamplingRound, everyone: GlobalBatch, signal: Credit | None, mode: Mode
     ) -> Stats:
-        """Metrics by source: rewards and lengths as first sampled, shares and signals of what is trained on."""
+        """Metrics by source: rewards and lengths as first sampled, shares and signals of what is trained on.
+
+        Without rewards `signal` is None.
+        """
         group = self.run.algebra.group_size(mode)
         weights_NF = weights_by_source(self.judge_of, sampled.scores)
         totals = weighted_total(sampled.scores.rewards.double(), weights_NF).tolist()
         means = {"reward": totals, "mean_length": sampled.lengths, "truncated": sampled.truncated}
         stats = stats_by_label("source", sampled.scores.sources, means, {"reward_std": totals})
-        names, silent = everyone.scores.sources, ~signal.has_signal().view(-1, group).any(1)
+        names = everyone.scores.sources
+        silent = None if signal is None else ~signal.has_signal().view(-1, group).any(1)
         weights = self.weights_of_all(everyone, mode)
         if mode == "train":
             self._shares.look(names, weights, self.run.sources)
         for name, rows in everyone.scores.by_source().items():
             tokens = sum(everyone.trained[row] for row in rows.tolist())
+            if silent is not None:
+                silent_of_source = silent[rows[::group] // group].double().tolist()
+                stats[f"source/{name}/frac_advantage_zero"] = Mean.of(silent_of_source)
             stats |= {
-                f"source/{name}/frac_advantage_zero": Mean.of(silent[rows[::group] // group].double().tolist()),
                 f"source/{name}/prompts": Mean(len(rows), len(names)),
                 f"source/{name}/tokens": Mean(tokens, everyone.trained_tokens),
                 f"source/{name}/weight": Mean(sum(weights[row] for row in rows.tolist()), sum(weights)),

@@ -30,7 +30,7 @@ OF_THE_OPTIMIZER = frozenset(
 FOLLOWING = ("greedy", "reduce_lr_on_plateau")
 # Settings of a run's place and output, which may change unmentioned.
 NOT_OF_TRAINING = re.compile(
-    "(eval|hub|log|logging|push|report|resume|save|trackio|vllm_server|sglang_server)_.*|.*_(dir|folder|name|rank|key|token|url|urls)"
+    "(eval|hub|log|logging|push|report|resume|save|trackio|vllm_server|sglang_server|teacher_server)_.*|.*_(dir|folder|name|rank|key|token|url|urls)"
     "|disable_tqdm|do_.*|log_.*|project|accelerator_config"
 )
 # Settings of an adapter's origin and use, which may change unmentioned.

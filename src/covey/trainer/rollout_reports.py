@@ -312,6 +312,7 @@ class GlobalBatch:
             self.micro_batches += shard.micro_batches
             self.staleness = max(self.staleness, shard.staleness)
         self.terms = {name: TermCounts.sum(shard.terms[name] for shard in shards) for name in shards[0].terms}
+        self.term_sizes = {name: [*chain(*(shard.term_sizes[name] for shard in shards))] for name in self.terms}
         self.scores = shards[0].scores if len(shards) == 1 else Scores.joined([shard.scores for shard in shards])
         self.trained_tokens = sum(self.trained)
         self.kl = torch.cat(kl) if kl else None

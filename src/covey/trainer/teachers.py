@@ -1,12 +1,14 @@
 """Teachers: models that score the tokens which the policy has sampled, each row's by its own teacher and prompt.
 
 A teacher is a model of its own, the policy at an earlier time, or the policy itself with another prompt. It reads a
-prompt, the row's or its own, and then the rollout's completion, by the same forward pass as every other policy.
+prompt, the row's or its own, and then the rollout's completion, by the same forward pass as every other policy. A
+teacher that is a server reads the same tokens (`covey.trainer.served_teachers`).
 """
 
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
@@ -15,30 +17,36 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from covey.config.base import OnlineConfig
-from covey.config.teachers import OF_THE_POLICY
+from covey.config.teacher_sources import is_loaded, is_server
 from covey.core.advantages import weighted_total
 from covey.core.batch import TrainBatch, distinct_prompts, expand, segment_ids
 from covey.core.findings import CheckError, Finding
 from covey.core.records import Message, Mode, Rollout, RolloutBatch
 from covey.core.stats import Mean, Stat, Sum
 from covey.data.validation import columns_of
+from covey.engines.servers.protocols import ScoredToken
+from covey.engines.servers.scoring import SAME_MODEL, ServerScorer, distance
 from covey.policy.lm_head.scores import TokenScores, check_plain_head, head_of, teacher_head
 from covey.policy.lm_head.teacher import TeacherHead
 from covey.policy.loading import config_of_source, max_context, tokenizer_of_source
 from covey.policy.replicas import Reference
 from covey.policy.scoring import Teachers
 from covey.policy.sharded_tensors import full_shape, reshard
+from covey.policy.stored_adapters import stored_adapter
 from covey.rollout.prompts import PromptCodec, PromptTooLong, are_messages, is_conversational, row_tools
 from covey.runtime.import_path import is_reference, resolve
 from covey.runtime.user_code import format_error, report, warn
 from covey.trainer.batch_scorer import BatchScorer
 from covey.trainer.run import Run
+from covey.trainer.served_teachers import requests_of, scores_of
 
 CONTEXT = "privileged_context"  # column of {context}
 GIVEN = {"prompt", "context", "solution", "feedback"}
 """Fields of a template that are not columns."""
+SERVED = "(served)"  # key of `TeacherScorer.state_dict` that is no teacher's name
 BATCHES_WITHOUT = 3  # rollout batches in which no rollout has a teacher, after which that is an error
 Prompt = str | list[Message]
 
@@ -48,13 +56,15 @@ class Teacher:
     """A model that scores, by name; "" is the only one."""
 
     name: str
-    within: Callable[[Any], AbstractContextManager[Any]]  # unwrapped policy -> the teacher, within the context
+    # unwrapped policy -> the teacher, within the context; of a server it is not called
+    within: Callable[[Any], AbstractContextManager[Any]]
     context: int | None = None  # most tokens it has positions for; None: as many as the policy
     vocabulary: int | None = None  # tokens that it has logits for; None: as many as the policy
     model: Any = None  # a model of its own; None: the policy's, with an adapter or without
     reference: Reference | None = None  # its weights where they are in checkpoints
     follows: bool = False  # the policy, from time to time
     head_moves: bool = False  # the weights of its head change while the policy is trained
+    server: ServerScorer | None = None  # which scores in its place
 
 
 class TeacherPrompt(NamedTuple):
@@ -85,7 +95,9 @@ class TeacherScorer:
     column: str  # with the name of a row's teacher, where there are several
     success_reward: float  # smallest total reward of an answer that is shown to the teacher of others
     alpha: float  # share of the policy that a follower takes in
-    names: tuple[int, int] = (0, 0)  # tokens at each position that the teacher and the policy name
+    # Tokens at each position that the teacher and the policy name. A server names those of both, and the sampled token
+    # stands in for the policy's.
+    names: tuple[int, int] = (0, 0)
     beta: float | None = None  # of a divergence over the whole vocabulary, which the loss computes; None without one
     _patience: int = field(default=BATCHES_WITHOUT, init=False)  # 0 once some rollout of training had a teacher
     _warned: bool = field(default=False, init=False)
@@ -93,7 +105,6 @@ class TeacherScorer:
 
     def __call__(self, rollouts: RolloutBatch, batch: TrainBatch, mode: Mode) -> tuple[TrainBatch, dict[str, Stat]]:
         """The batch of these rollouts with their teachers' log-probs, and metrics. Collective."""
-        run = self.run
         names = self._teacher_of(rollouts)
         prompts, unread = self._prompts(rollouts, batch, names)
         values = torch.full((batch.num_tokens,), torch.nan, device=batch.token_ids.device)
@@ -101,24 +112,26 @@ class TeacherScorer:
         stats: dict[str, Stat] = {}
         hidden: list[tuple[Tensor, Tensor]] = []  # of each teacher: its tokens [N] and their hidden states
         batch, tops = self._named_by_the_policy(batch, mode)
-        for name, teacher in self.teachers.items():  # all processes in one order, also where no row has this teacher
-            has = [one == name and prompt is not None for one, prompt in zip(names, prompts, strict=True)]
-            rows = torch.tensor(has, dtype=torch.bool, device=batch.lengths.device)
-            part = batch.select(rows.nonzero()[:, 0]).unrouted()  # a teacher has experts of its own
-            if self.prompt_of is not None:
-                own = [prompt for prompt, chosen in zip(prompts, has, strict=True) if chosen and prompt is not None]
-                part = replace(part, **distinct_prompts(own, part.lengths.device))
-            with teacher.within(run.policy) as model:
-                asked: dict[str, Any] = {"top": self.names[0], "hidden": self.beta is not None}
-                scored = self.scorer.scores(model, part, **asked, rows=run.algebra.rows(mode))
-            if scored.hidden is not None:
-                hidden.append((rows[owners], scored.hidden))
-            values[rows[owners]] = torch.where(part.sampled, scored.logprobs, torch.nan)
-            if tops is not None and batch.named_ids is not None:
-                ids, logprobs = named_by_both(part, scored, self.names[0])
-                batch.named_ids[rows[owners]], tops[rows[owners]] = ids, logprobs
-            if name:
-                stats |= _kl_of(name, batch, values, rows[owners])
+        parts = {name: self._part(name, batch, names, prompts) for name in self.teachers}
+        begun = self._begin({name: part for name, (_, part) in parts.items()})
+        try:
+            for name, teacher in self.teachers.items():  # all processes in one order, also those without a row of it
+                rows, part = parts[name]
+                scored = self._scores(teacher, part, mode, begun.get(name))
+                if scored.hidden is not None:
+                    hidden.append((rows[owners], scored.hidden))
+                values[rows[owners]] = torch.where(part.sampled, scored.logprobs, torch.nan)
+                if tops is not None and batch.named_ids is not None:
+                    if teacher.server is None:
+                        ids, logprobs = named_by_both(part, scored, self.names[0])
+                    else:
+                        ids, logprobs = named_by_server(part, scored, tops.shape[1], self.names[1] > 0)
+                    batch.named_ids[rows[owners]], tops[rows[owners]] = ids, logprobs
+                if name:
+                    stats |= _kl_of(name, batch, values, rows[owners])
+        finally:
+            for future in begun.values():
+                future.cancel()
         broken = batch.sampled & values.isinf()
         values = torch.where(broken, torch.nan, values)
         known = batch.sampled & ~values.isnan()
@@ -147,14 +160,46 @@ class TeacherScorer:
             found.append(self._heads[name])
         return Teachers(tuple(found), self.beta)
 
+    def _part(
+        self, name: str, batch: TrainBatch, names: Sequence[str | None], prompts: Sequence[list[int] | None]
+    ) -> tuple[Tensor, TrainBatch]:
+        """[B] mask of the rollouts that a teacher scores, and these with the prompts that it reads."""
+        has = [one == name and prompt is not None for one, prompt in zip(names, prompts, strict=True)]
+        rows = torch.tensor(has, dtype=torch.bool, device=batch.lengths.device)
+        part = batch.select(rows.nonzero()[:, 0]).unrouted()  # a teacher has experts of its own
+        if self.prompt_of is not None:
+            own = [prompt for prompt, chosen in zip(prompts, has, strict=True) if chosen and prompt is not None]
+            part = replace(part, **distinct_prompts(own, part.lengths.device))
+        return rows, part
+
+    def _begin(self, parts: Mapping[str, TrainBatch]) -> dict[str, "Future[list[list[ScoredToken]]]"]:
+        """Ask the teachers that are servers, which score while those of this process do."""
+        top, temperature = sum(self.names), self.run.args.temperature
+        return {
+            name: teacher.server.begin(requests_of(parts[name], top, temperature))
+            for name, teacher in self.teachers.items()
+            if teacher.server is not None
+        }
+
+    def _scores(
+        self, teacher: Teacher, part: TrainBatch, mode: Mode, begun: "Future[list[list[ScoredToken]]] | None"
+    ) -> TokenScores:
+        if teacher.server is not None and begun is not None:
+            return scores_of(part, teacher.server.wait(begun), sum(self.names))
+        run = self.run
+        asked: dict[str, Any] = {"top": self.names[0], "hidden": self.beta is not None}
+        with teacher.within(run.policy) as model:
+            return self.scorer.scores(model, part, **asked, rows=run.algebra.rows(mode))
+
     def _named_by_the_policy(self, batch: TrainBatch, mode: Mode) -> tuple[TrainBatch, Tensor | None]:
         """The batch with its likeliest tokens under the policy and room for the teacher's, and for all log-probs."""
         of_teacher, of_policy = self.names
         if not of_teacher + of_policy:
             return batch, None
-        width, device = of_teacher + of_policy, batch.token_ids.device
+        served = [teacher.server is not None for teacher in self.teachers.values()]
+        width, device = of_teacher + of_policy + (any(served) and of_policy > 0), batch.token_ids.device
         ids = torch.full((batch.num_tokens, width), -1, device=device)
-        if of_policy:
+        if of_policy and not all(served):
             found = self.scorer.scores(self.run.policy, batch, top=of_policy, rows=self.run.algebra.rows(mode)).top_ids
             assert found is not None, "asked for"
             ids[:, : found.shape[1]] = found
@@ -293,12 +338,31 @@ class TeacherScorer:
                 teacher.reference.follow(self.run.policy, self.alpha)
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: one.reference.state_dict() for name, one in self.teachers.items() if one.reference is not None}
+        """Weights of teachers that are the policy, and log-probs by which the model of a server is known again."""
+        weights = {name: one.reference.state_dict() for name, one in self.teachers.items() if one.reference is not None}
+        served = {name: one.server.fingerprint for name, one in self.teachers.items() if one.server is not None}
+        return {**weights, **({SERVED: served} if served else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, one in self.teachers.items():
             if one.reference is not None and state.get(name) is not None:
                 one.reference.load_state_dict(state[name])
+        report(self._check_served(state.get(SERVED) or {}))
+
+    def _check_served(self, before: Mapping[str, Sequence[float]]) -> Iterator[Finding]:
+        """Warnings of teachers whose server has another model than when the checkpoint was written."""
+        for name, one in self.teachers.items():
+            if (
+                one.server is not None
+                and name in before
+                and distance(one.server.fingerprint, before[name]) > SAME_MODEL
+            ):
+                yield Finding.warning(
+                    "teacher-changed",
+                    f"teacher={one.server.name!r} gives other log-probs than when the checkpoint was written, by"
+                    f" {distance(one.server.fingerprint, before[name]):.3g} nats a token on average.",
+                    "Serve the model that the run began with, unless the change is meant.",
+                )
 
 
 def joined_hidden(parts: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Any]:
@@ -328,6 +392,20 @@ def named_by_both(part: TrainBatch, scored: TokenScores, of_teacher: int) -> tup
         last = slice(first, first + scored.top_ids.shape[1])
         ids[:, last] = torch.where(known, -1, scored.top_ids)
         logprobs[:, last] = torch.where(known, -torch.inf, scored.top_logprobs.float())
+    return ids, logprobs
+
+
+def named_by_server(part: TrainBatch, scored: TokenScores, width: int, sampled_too: bool) -> tuple[Tensor, Tensor]:
+    """Ids [N, width] that a server names, with the sampled token after them where it is not among them, and its
+    log-probs; -1 and -inf where there are fewer."""
+    assert scored.top_ids is not None and scored.top_logprobs is not None, "asked for"
+    top = scored.top_ids.shape[1]
+    ids = pad(scored.top_ids, (0, width - top), value=-1)
+    logprobs = pad(scored.top_logprobs, (0, width - top), value=-torch.inf)
+    if sampled_too:
+        new = part.sampled & ~(scored.top_ids == part.token_ids[:, None]).any(1) & scored.logprobs.isfinite()
+        ids[:, top] = torch.where(new, part.token_ids, -1)
+        logprobs[:, top] = torch.where(new, scored.logprobs, -torch.inf)
     return ids, logprobs
 
 
@@ -468,6 +546,12 @@ def loaded_teacher(name: str, model: Any, policy: Any) -> Teacher:
     return Teacher(name, lambda policy: nullcontext(model), max_context(model), rows if rows < own else None, model)
 
 
+def served_teacher(name: str, server: ServerScorer, last: int) -> Teacher:
+    """A teacher that is a server; `last` is the largest id of the policy's tokenizer."""
+    vocabulary = None if server.whole else last + 1
+    return Teacher(name, nullcontext, server.max_context, vocabulary, server=server)
+
+
 def policy_teacher(name: str, kind: str, reference: Reference | None, policy: Any) -> Teacher:
     """A teacher that is the policy, now or at another time."""
     weight = getattr(policy.get_output_embeddings(), "weight", None)
@@ -482,12 +566,16 @@ def check_teachers(sources: Mapping[str, Any], policy: Any, tokenizer: Any, loca
     """Errors of teachers (folders, hub ids or models, by name) with another vocabulary than the policy's."""
     found: list[Finding] = []
     for source in dict.fromkeys(sources.values()):
-        if source in OF_THE_POLICY:
+        if not is_loaded(source):
             continue
         name = source if isinstance(source, str) else source_of(source)
         own = tokenizer_of_source(name, location) if name else None
+        base, place = name, location
+        if isinstance(source, str) and (adapter := stored_adapter(source, location)) is not None:
+            base, place = adapter.base, {} if adapter.revision is None else {"revision": adapter.revision}
+            own = own or tokenizer_of_source(base, place)
         found += [] if own is None else check_tokenizer(name, own, tokenizer)
-        config = config_of_source(name, location) if isinstance(source, str) else source.config
+        config = config_of_source(base, place) if isinstance(source, str) else source.config
         if config is not None:
             rows, ours = (one.get_text_config().vocab_size for one in (config, policy.config))
             found += check_vocabulary(name, rows, ours, tokenizer)
@@ -552,4 +640,12 @@ def check_prompts(args: OnlineConfig, vision: bool) -> Iterator[Finding]:
             "a teacher with a prompt of its own cannot be shown the images of a rollout.",
             "Leave out teacher_prompt and teacher_prompt_template, or pass `processing_class=processor.tokenizer` to"
             " train on text alone.",
+        )
+    served = next((source for source in args.teachers.values() if is_server(source)), None)
+    if served is not None and vision:
+        yield Finding.error(
+            "teacher-layout",
+            f"teacher={served!r} is a server, which is not sent the images of a rollout.",
+            "Load the teacher by its folder or hub id, or pass `processing_class=processor.tokenizer` to train on text"
+            " alone.",
         )

@@ -6,10 +6,13 @@ import os
 from typing import Any
 
 from covey.algorithms import grpo, rloo
+from covey.config.base import teacher_source
 from covey.config.distillation import DistillationConfig
 from covey.config.grpo import GRPOConfig
 from covey.config.rloo import RLOOConfig
+from covey.config.teachers import teachers_on_servers_score_all_tokens
 from covey.core.findings import CheckError
+from covey.runtime.user_code import report
 from covey.trainer.build import resolve_args
 from covey.trainer.integrations.attributes import add_attributes
 from covey.trainer.teachers import source_of
@@ -55,8 +58,8 @@ class RLOOTrainer(OnlineTrainer):
 class DistillationTrainer(GRPOTrainer):
     """On-policy distillation without rewards: a teacher scores the policy's own completions (`docs/teachers.md`).
 
-    `teacher_model` is a model, hub id or folder, in the place of `args.teacher`. All other arguments are those of
-    `GRPOTrainer`; with `reward_funcs` the teacher is added to their advantages or loss.
+    `teacher_model` is a model, hub id, folder or URL of a server, in the place of `args.teacher`. All other arguments
+    are those of `GRPOTrainer`; with `reward_funcs` the teacher is added to their advantages or loss.
 
     Example:
         ```python
@@ -82,13 +85,15 @@ class DistillationTrainer(GRPOTrainer):
                 evidence = f"`teacher_model` was given and args.teacher={own.teacher!r}:"
                 raise CheckError.of("settings-contradict", evidence, "leave one of them out.")
             is_name = isinstance(teacher_model, str | os.PathLike)
-            own.teacher = os.fspath(teacher_model) if is_name else source_of(teacher_model) or "teacher_model"
+            name = os.fspath(teacher_model) if is_name else source_of(teacher_model) or "teacher_model"
+            own.teacher = teacher_source(name)
+            report(teachers_on_servers_score_all_tokens(own))
             self.teacher_model = None if is_name else teacher_model
         if own.teacher is None:
             raise CheckError.of(
                 "reward-missing",
                 "there is no teacher: neither `teacher_model` nor args.teacher names one.",
-                "Give a model, hub id or folder, or one of 'start', 'policy' and 'follower' as args.teacher.",
+                "Give a model, hub id, folder or URL, or one of 'start', 'policy' and 'follower' as args.teacher.",
             )
         super().__init__(model=model, args=own, **others)
 

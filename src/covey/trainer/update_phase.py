@@ -174,9 +174,9 @@ class UpdatePhase:
             micro_batches_per_update=len(index) // rows / updates,
             max_completion_length=args.max_completion_length,
         )
-        weighting = algorithm.weighting
-        if self.run.sources is not None and index.sources is not None:
-            known, longest = self.run.sources, args.max_completion_length
+        weighting, known, of_sources = algorithm.weighting, self.run.sources, None
+        if known is not None and index.sources is not None:
+            longest = args.max_completion_length
             counts = replace(counts, max_completion_length=known.longest(index.sources, longest, tokens.device))
             count = len(known.sources)
             by_source = [sum(column) for column in zip_longest(*(one.source_tokens for one in parts), fillvalue=0.0)]
@@ -188,8 +188,11 @@ class UpdatePhase:
         for name, sizes in index.term_tokens.items():
             of_step = TermCounts.sum(part.terms[name] for part in parts).times(1 / updates)
             micro_tokens = micro_batch_tokens(sizes.float(), rows)
-            longest = args.max_completion_length
-            term_scales[name] = of_step.scales(algorithm.weighting, sizes.float(), micro_tokens, longest)
+            of_term = algorithm.weighting
+            if known is not None and index.sources is not None and of_sources is not None:
+                own_sizes = known.term_sizes(index.sources, sizes.tolist())
+                of_term = averaged_by_source(known, of_term, index.sources, of_sources, updates, own_sizes)
+            term_scales[name] = of_step.scales(of_term, sizes.float(), micro_tokens, counts.max_completion_length)
         weights = weighting(counts)
         return own, replace(index, weights=weights, entropy_weights=entropy_weights, term_scales=term_scales)
 

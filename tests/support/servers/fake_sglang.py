@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import base64
 import copy
+import functools
 import hashlib
 import io
 import json
@@ -30,7 +31,7 @@ import torch.distributed as dist
 from aiohttp import web
 from PIL import Image
 from torch import Tensor
-from transformers import AutoProcessor
+from transformers import AutoProcessor, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[3]))  # it is also a program of its own
 
@@ -315,6 +316,8 @@ class FakeSglang:
             await self.open.wait()
             model = self.chosen(body)
             n = len(body["input_ids"])
+            if body.get("logprob_start_len"):
+                return web.json_response(self.scored(model, body))
             urls = body.get("image_data") or [[]] * n
             shown = [self.expanded(ids, some) for ids, some in zip(body["input_ids"], urls, strict=True)]
             self.running += 1
@@ -344,6 +347,45 @@ class FakeSglang:
         if name not in self.weights.adapters:
             raise Refused(f"Got LoRA adapter that has never been loaded: {name}")
         return self.weights.adapters[name]
+
+    @torch.no_grad()
+    def scored(self, model: Any, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """Log-probs of prompts' tokens, at temperature 1 whatever was asked for."""
+        answers = []
+        for number, ids in enumerate(body["input_ids"]):
+            start, top = body["logprob_start_len"][number], body["top_logprobs_num"][number]
+            vocabulary = self.weights.model.config.get_text_config().vocab_size
+            asked = (body.get("token_ids_logprob") or [[]] * (number + 1))[number]
+            if max(ids) >= vocabulary:
+                self.die()
+            if asked and max(asked) >= vocabulary:
+                raise Refused(
+                    f"token_ids_logprob contains out-of-vocabulary token id {max(asked)}; valid range is [0,"
+                    f" {vocabulary})."
+                )
+            if len(ids) >= self.options.context_length:
+                raise Refused(f"The input ({len(ids)} tokens) is longer than the model's context length.")
+            logprobs = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+            text = self.tokenizer.decode if body.get("return_text_in_logprobs") else lambda tokens: None
+            own, tops = [], []
+            for place in range(start, len(ids)):
+                row, token = logprobs[place - 1], ids[place]
+                first = place == start  # which has none
+                reported = token if token < vocabulary - 1 else 0
+                own.append([None if first else float(row[token]), reported, text([reported])])
+                best = row.topk(top)
+                pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+                tops.append(None if first else [[value, one, text([one])] for value, one in pairs])
+            meta = {"prompt_tokens": len(ids), "input_token_logprobs": own, "output_token_logprobs": []}
+            meta |= {"finish_reason": {"type": "length", "length": 0}, "weight_version": self.version}
+            answers.append(
+                {"text": "", "output_ids": [], "meta_info": meta | ({"input_top_logprobs": tops} if top else {})}
+            )
+        return answers
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        return AutoTokenizer.from_pretrained(self.started_with)
 
     def expanded(self, ids: list[int], urls: list[str]) -> tuple[list[int], dict[str, Any]]:
         """A prompt with its images as the model's own processor makes it: read as text, as SGLang reads it."""

@@ -67,6 +67,7 @@ BODY: dict[str, Any] = {
     "structured_outputs": dict,
     "bad_words": list,
     "detokenize": bool,
+    "prompt_logprobs": int,
 }
 """What a completions request may hold; real vLLM ignores other names, which is just what must not happen here."""
 
@@ -224,6 +225,9 @@ class FakeVllm:
         host: where it listens.
         processor: of a vision-language model, which makes it take images.
         routes: of a mixture of experts, it returns the experts of each token (`--enable-return-routed-experts`).
+        tokenizer: for the texts of tokens in log-probs of prompts.
+        max_logprobs: as vLLM's option.
+        warm: whether log-probs of prompts are at the temperature of the request, as with Covey's worker extension.
     """
 
     def __init__(
@@ -243,8 +247,12 @@ class FakeVllm:
         host: str = "127.0.0.1",
         processor: Any = None,
         routes: bool = False,
+        tokenizer: Any = None,
+        max_logprobs: int = 20,
+        warm: bool = False,
     ):
         self.processor, self.routes = processor, routes
+        self.tokenizer, self.max_logprobs, self.warm = tokenizer, max_logprobs, warm
         self._original = copy.deepcopy(model).eval()
         self.name, self.release, self.dev_mode = name, release, dev_mode
         self.logprobs_mode, self.api_key, self.max_model_len = logprobs_mode, api_key, max_model_len
@@ -268,6 +276,7 @@ class FakeVllm:
         self.born, self._channel, self._incoming = uuid.uuid4().hex, None, {}
         self.receiver = Receiver()
         self.stamp, self.paused, self.sleeping, self.frozen = "default", False, False, False
+        self._gone = False
         self._loop = asyncio.new_event_loop()
         ready = threading.Event()
         self._thread = threading.Thread(target=self._serve, args=(ready,), daemon=True)
@@ -337,7 +346,9 @@ class FakeVllm:
 
     def vanish(self) -> None:
         """`kill` from within; it can be started again after `kill`."""
-        self._channel = None
+        if self._gone:  # a second stop would end the clean-up of the first, which frees the port
+            return
+        self._gone, self._channel = True, None
         for connection in list(self._runner.server.connections):
             if connection.transport is not None:
                 connection.transport.abort()
@@ -428,6 +439,8 @@ class FakeVllm:
         body = await request.json()
         if problem := self._problem(body):
             return _refusal(problem)
+        if "prompt_logprobs" in body:
+            return await self._scored(body)
         count = body.get("n", 1)
         self.flying += count
         self.most = max(self.most, self.flying)
@@ -456,6 +469,35 @@ class FakeVllm:
         file = io.BytesIO()
         np.save(file, routed_by(self.model, ids).astype(np.uint8))
         return base64.b64encode(file.getvalue()).decode()
+
+    async def _scored(self, body: dict[str, Any]) -> web.Response:
+        """Log-probs of the prompt's tokens, by themselves and of the likeliest at each position."""
+        self.flying += 1
+        self.most = max(self.most, self.flying)
+        try:
+            await asyncio.sleep(self.token_delay)
+        finally:
+            self.flying -= 1
+        prompt, top = body["prompt"], body["prompt_logprobs"]
+        with torch.no_grad():
+            logits = self.model(torch.tensor([prompt])).logits[0, :-1].float()
+        logprobs = (logits / (body["temperature"] if self.warm else 1.0)).log_softmax(-1)
+        places: list[Any] = [None]
+        for token, row in zip(prompt[1:], logprobs, strict=True):
+            likeliest = row.topk(top).indices.tolist()
+            places.append(
+                {
+                    str(one): {
+                        "logprob": max(float(row[one]), -9999.0),
+                        "rank": int((row > row[one]).sum()) + 1,
+                        "decoded_token": None if self.tokenizer is None else self.tokenizer.decode([one]),
+                    }
+                    for one in [token, *likeliest]
+                }
+            )
+        self.served += 1
+        choice = {"index": 0, "text": "", "logprobs": None, "finish_reason": "length", "prompt_logprobs": places}
+        return web.json_response({"id": "cmpl", "object": "text_completion", "model": self.name, "choices": [choice]})
 
     async def _with_images(self, request: web.Request) -> web.Response:
         """Tokens and images in, tokens out; the prompt is expanded with the model's own processor."""
@@ -500,6 +542,10 @@ class FakeVllm:
             return "prompt, max_tokens and n must be positive"
         if len(body["prompt"]) + body["max_tokens"] > self.max_model_len:
             return f"This model's maximum context length is {self.max_model_len} tokens."
+        if "prompt_logprobs" in body:
+            most = f", which is greater than max allowed: {self.max_logprobs}"
+            asked = f"Requested prompt logprobs of {body['prompt_logprobs']}"
+            return asked + most if body["prompt_logprobs"] > self.max_logprobs else None
         if body.get("return_token_ids") is not True or body.get("logprobs") is None:
             return "training needs return_token_ids and logprobs"
         return None

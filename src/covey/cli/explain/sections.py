@@ -9,12 +9,14 @@ from covey.cli.explain.run import ExplainedRun
 from covey.config.base import OnlineConfig
 from covey.config.engines import SERVER_FORMATS
 from covey.config.objective import BUILT_IN, CLIPPED, OVER_TOKENS
-from covey.config.teachers import OF_THE_POLICY
+from covey.config.teacher_sources import is_loaded, is_server
 from covey.core.distillation import WHOLE_VOCABULARY
 from covey.engines.native.number_formats import FORMATS, fast_product
 from covey.engines.servers.pool_file import PoolFile
+from covey.policy.stored_adapters import stored_adapter
 from covey.runtime.waiting import CHOSEN
 from covey.sizing.memory import ASSUMED_PROMPT_TOKENS
+from covey.trainer.build import shares_base, teacher_kwargs
 from covey.trainer.engines.rounding import AUTO, LEAST_GAIN, why_slow
 
 
@@ -294,11 +296,10 @@ def _teachers(run: ExplainedRun) -> Iterator[str]:
         what = f"column {args.teacher_prompt!r}" if args.teacher_prompt else "teacher_prompt_template"
         yield f"""It reads the prompt of {what}, then the completion. A row without it has no teacher
         (teacher/fraction)."""
-    loaded = [source for source in kinds.values() if source not in OF_THE_POLICY]
     copies = [source for source in kinds.values() if source in ("start", "follower")]
     adapter = run.model.peft is not None
     whole = "the adapter's weights" if adapter else "a copy of the policy's weights"
-    memory = [f"the weights of {source}" for source in loaded]
+    memory = [_weights_of_teacher(run, source) for source in kinds.values() if is_loaded(source)]
     memory += [
         "none for 'start' with a new adapter" if adapter and source == "start" else f"{whole} for {source!r}"
         for source in copies
@@ -307,8 +308,31 @@ def _teachers(run: ExplainedRun) -> Iterator[str]:
         memory.append("its last hidden state of every token of a rollout batch")
         yield """The divergence is over the whole vocabulary (teacher_top_k=-1): the loss multiplies by the teacher's
         head once more forward and once backward, a few tokens at a time."""
-    yield f"""Each teacher costs one forward pass over its rollouts, without a gradient, once per rollout batch
-    (phase/teacher), and memory: {", ".join(memory) or "none"}."""
+    if any(not is_server(source) for source in kinds.values()):
+        yield f"""Each teacher in this process costs one forward pass over its rollouts, without a gradient, once per
+        rollout batch (phase/teacher), and memory: {", ".join(memory) or "none"}."""
+    for source in filter(is_server, kinds.values()):
+        yield from _served_teacher(args, source)
+
+
+def _weights_of_teacher(run: ExplainedRun, source: str) -> str:
+    adapter = stored_adapter(source, teacher_kwargs(run.args))
+    if adapter is None:
+        return f"the weights of {source}"
+    if run.model.peft is not None and shares_base(run.args, adapter, run.model.config):
+        return f"the adapter {source}, whose base is the policy's (where weights are sharded, a base of its own)"
+    return f"the adapter {source} and its base {adapter.base}"
+
+
+def _served_teacher(args: OnlineConfig, source: str) -> Iterator[str]:
+    """Requests to a teacher's servers, their size, and what is checked when the trainer is made."""
+    named = args.teacher_top_k if args.teacher_loss == "divergence" else 0
+    bytes_each = 75 * (named + 1)  # of JSON for a log-prob
+    yield f"""The teacher at {source} scores prompts and completions in requests of one rollout, at most
+    {args.teacher_server_concurrency} at once at a server, and takes none of this machine's memory. An answer has about
+    {bytes_each:,} bytes a token. Tokenizer{", number of tokens named at a position" * (named > 0)} and temperature are
+    compared when the trainer is made. A server that dies is waited for (teacher_server_timeout,
+    {args.teacher_server_timeout:g} s), and the run ends with the last error where none comes back."""
 
 
 def _values_of_loss(run: ExplainedRun) -> str:

@@ -6,7 +6,6 @@ thread, also while completions are being sampled.
 
 import asyncio
 import contextlib
-import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
@@ -19,11 +18,11 @@ import torch
 from covey.core.engine import EngineTraits, SampleRequest, WeightTransfer, WeightUpdate
 from covey.core.records import Completion
 from covey.engines.servers.completions import PartialCompletion, check_answer
-from covey.engines.servers.errors import RETRIED, BadAnswer, DeadlineExceeded, NoServerLeft, ServerError
+from covey.engines.servers.errors import BadAnswer, DeadlineExceeded
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.pool_file import PoolFile
 from covey.engines.servers.protocols import SampledChunk, ServerApi, ServerFacts
-from covey.engines.servers.server_pool import FIRST_PAUSE, PROBE_SECONDS, QUICK_SECONDS, PoolMember, ServerPool
+from covey.engines.servers.server_pool import QUICK_SECONDS, PoolMember, ServerPool, probe_all
 from covey.engines.servers.weights.sender import WeightSender
 from covey.engines.servers.weights.versions import ServerWeights
 from covey.runtime.loop_thread import LoopThread
@@ -249,18 +248,9 @@ async def connect(
     api: ServerApi, servers: Sequence[ServerClient], timeout: float, model_name: str | None
 ) -> list[PoolMember]:
     """Wait for all servers to be up, and check that they suit the run: a wrong one ends the run before it begins."""
-    found = await asyncio.gather(*(_first_probe(api, server, timeout) for server in servers))
-    lost = {server.url: str(one) for server, one in zip(servers, found, strict=True) if isinstance(one, ServerError)}
-    if lost:
-        raise NoServerLeft(
-            f"{len(lost)} of {len(servers)} {api.name} servers did not come up within {timeout:g} seconds."
-            " Check the addresses and start them; one that loads a large model may need a longer"
-            f" {api.settings.timeout}. The last error of each:",
-            lost,
-        )
+    found = await probe_all(servers, api.probe, api.name, api.settings, timeout)
     members = []
     for server, facts in zip(servers, found, strict=True):
-        assert not isinstance(facts, ServerError), "raised above"
         path = facts.path or facts.model
         if model_name and Path(path).name.lower() != Path(model_name).name.lower():
             warn(
@@ -271,15 +261,3 @@ async def connect(
         await api.resume(server, QUICK_SECONDS)  # a run that was killed may have left it paused
         members.append(PoolMember(server, facts))
     return members
-
-
-async def _first_probe(api: ServerApi, server: ServerClient, timeout: float) -> ServerFacts | ServerError:
-    """Properties of the server as soon as it is up; the last failure if it is not in time."""
-    until = time.monotonic() + timeout
-    while True:
-        try:
-            return await api.probe(server, min(PROBE_SECONDS, max(1.0, until - time.monotonic())))
-        except RETRIED as error:
-            if time.monotonic() + FIRST_PAUSE >= until:
-                return error
-        await asyncio.sleep(FIRST_PAUSE)

@@ -1,11 +1,13 @@
 """Interface of an inference server's backend: vLLM, SGLang, or another.
 
-A third backend is a `ServerApi` (sampling, pausing, sleeping) and a `WeightApi` (in `weights.api`): paths and bodies
-alone. Load and retries belong to `ServerPool`, versions to `ServerWeights`, threads to `RemoteEngine`.
+A third backend is a `ServerApi` (sampling, pausing, sleeping) and a `WeightApi` (in `weights.api`), and for teachers a
+`ScoringApi`: paths and bodies alone. Load and retries belong to `ServerPool`, versions to `ServerWeights`, threads to
+`RemoteEngine` and `ServerScorer`.
 """
 
+import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -92,3 +94,67 @@ class ServerApi(Protocol):
 
     async def wake(self, server: ServerClient, deadline: float) -> None:
         """Take the memory back."""
+
+
+# ---- scoring given tokens --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """Log-probs of the tokens of a sequence from index `first` on, each given all tokens before it."""
+
+    token_ids: list[int]
+    first: int  # 1 or more: nothing comes before the token at 0
+    top: int = 0  # likeliest tokens to name at each of these positions
+    temperature: float = 1.0
+
+
+class ScoredToken(NamedTuple):
+    """A position of a scored sequence."""
+
+    logprob: float  # of the token there, in nats; may be NaN or -inf
+    top: list[tuple[int, float]]  # likeliest tokens at this position and their log-probs, in descending order
+    text: str | None  # of the token by the server's tokenizer; None: not reported
+
+
+class ScoringApi(Protocol):
+    """Requests of one backend for log-probs of given tokens. Every method is done within `deadline` seconds."""
+
+    name: str  # of the backend, for messages: "vLLM"
+    settings: SettingNames
+    advice: dict[str, str]  # options of the server for more `top` tokens ("top") and another "temperature"
+
+    async def recognises(self, server: ServerClient, deadline: float) -> bool:
+        """Tell whether a server that answers is of this backend."""
+        ...
+
+    async def facts(self, server: ServerClient, deadline: float) -> ServerFacts:
+        """Read the server's properties; `max_context` is the longest sequence that it scores."""
+        ...
+
+    async def check_alive(self, server: ServerClient, deadline: float) -> None:
+        """Check cheaply that the server can score; raises a `ServerError` if it cannot."""
+
+    async def check_token(self, server: ServerClient, model: str, token: int, deadline: float) -> None:
+        """ServerRefused if the server's model has no such token."""
+
+    async def score(
+        self, server: ServerClient, request: ScoreRequest, *, model: str, deadline: float
+    ) -> list[ScoredToken]:
+        """One `ScoredToken` for each token from `request.first` on.
+
+        Raises:
+            BadAnswer: log-probs are missing, as of a cached prefix, or belong to other tokens.
+        """
+        ...
+
+
+def as_logprob(value: object) -> float:
+    """A log-prob in an answer as a number: NaN where there is none, -inf for what servers write instead of it."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return math.nan
+    return -math.inf if value <= LEAST_REPORTED else float(value)
+
+
+LEAST_REPORTED = -9998.0
+"""JSON has no -inf: vLLM writes -9999."""

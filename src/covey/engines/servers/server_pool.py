@@ -3,13 +3,13 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from covey.engines.servers.errors import RETRIED, DeadlineExceeded, NoServerLeft, ServerError, ServerRefused
 from covey.engines.servers.http_client import ServerClient
-from covey.engines.servers.protocols import ServerApi, ServerFacts
+from covey.engines.servers.protocols import ScoringApi, ServerApi, ServerFacts, SettingNames
 from covey.runtime.user_code import warn
 
 T = TypeVar("T")
@@ -42,10 +42,11 @@ class PoolMember:
 @dataclass(eq=False)
 class ServerPool:
     members: list[PoolMember]
-    api: ServerApi
+    api: ServerApi | ScoringApi
     readmit: Callable[[PoolMember], Awaitable[bool]]  # True if a server that was left out may take part again
     concurrency: int  # most completions in flight at a server; a larger request has a server to itself
     timeout: float  # seconds to wait for a server when none is left
+    doing: str = "generate"  # purpose of the requests as an infinitive, for errors
     _held: int = 0
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _revivals: dict[PoolMember, asyncio.Task[None]] = field(default_factory=dict)
@@ -118,7 +119,7 @@ class ServerPool:
                 empty_since = empty_since or time.monotonic()
                 patience = empty_since + self.timeout - time.monotonic()
                 if patience <= 0:
-                    raise self.none_left("generate", self.timeout)
+                    raise self.none_left(self.doing, self.timeout)
             await self.wait(patience)
 
     def none_left(self, doing: str, waited: float) -> NoServerLeft:
@@ -149,13 +150,13 @@ class ServerPool:
 
     async def _join(self, server: ServerClient, obstacle: Callable[[ServerFacts], str | None]) -> None:
         """Wait for a server to be up, and add it to the pool; one that does not suit the run causes a warning."""
-        pause = FIRST_PAUSE
+        pause, api = FIRST_PAUSE, cast(ServerApi, self.api)  # servers that only score tokens never join
         while True:
             try:
-                facts = await self.api.probe(server, PROBE_SECONDS)
+                facts = await api.probe(server, PROBE_SECONDS)
                 if (why := obstacle(facts)) is not None:
                     raise ServerRefused(server.url, "join the pool of servers", why, "Start it like the others.")
-                await self.api.resume(server, QUICK_SECONDS)  # a run that was killed may have left it paused
+                await api.resume(server, QUICK_SECONDS)  # a run that was killed may have left it paused
                 break
             except ServerRefused as error:
                 self._join_errors[server.url] = str(error)
@@ -284,3 +285,50 @@ class ServerPool:
         """Wait until a server is admitted or left out, or a request ends, for `seconds` at most."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), seconds)
+
+
+async def probe_all(
+    servers: Sequence[ServerClient],
+    probe: Callable[[ServerClient, float], Awaitable[T]],
+    name: str,
+    settings: SettingNames,
+    timeout: float,
+) -> list[T]:
+    """`probe(server, seconds)` of each server as soon as it is up, in the order of the servers.
+
+    `name` is the backend's, for messages. Raises NoServerLeft where some are not up within `timeout` seconds, and what
+    a probe of one that is up raises.
+    """
+    found = await asyncio.gather(*(_first_probe(server, probe, timeout) for server in servers))
+    lost = {server.url: str(one) for server, one in zip(servers, found, strict=True) if isinstance(one, _NotUp)}
+    if lost:
+        raise NoServerLeft(
+            f"{len(lost)} of {len(servers)} {name} servers did not come up within {timeout:g} seconds."
+            " Check the addresses and start them; one that loads a large model may need a longer"
+            f" {settings.timeout}. The last error of each:",
+            lost,
+        )
+    return [one for one in found if not isinstance(one, _NotUp)]
+
+
+@dataclass(frozen=True)
+class _NotUp:
+    """The last failure of a server that is not up in time."""
+
+    error: ServerError
+
+    def __str__(self) -> str:
+        return str(self.error)
+
+
+async def _first_probe(
+    server: ServerClient, probe: Callable[[ServerClient, float], Awaitable[T]], timeout: float
+) -> "T | _NotUp":
+    until = time.monotonic() + timeout
+    while True:
+        try:
+            return await probe(server, min(PROBE_SECONDS, max(1.0, until - time.monotonic())))
+        except RETRIED as error:
+            if time.monotonic() + FIRST_PAUSE >= until:
+                return _NotUp(error)
+        await asyncio.sleep(FIRST_PAUSE)

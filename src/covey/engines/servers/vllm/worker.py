@@ -1,6 +1,7 @@
 """Worker extension that `--worker-extension-cls` loads into vLLM's processes; nothing that arrives is unpickled.
 
-It registers a backend of vLLM's weight transfer, and adds methods for `/collective_rpc`.
+It registers a backend of vLLM's weight transfer, adds methods for `/collective_rpc`, and applies the temperature of a
+request to the log-probs of its prompt.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from covey.engines.servers.vllm import prompt_temperature
 from covey.engines.servers.vllm.launch import BACKEND
 from covey.engines.servers.weights.buckets import Receiver, unpack
 from covey.engines.servers.weights.channels import Group, boot_id, join
@@ -173,3 +175,4 @@ def _adapter_folder(name: str) -> Path:
 
 with contextlib.suppress(ValueError):  # this module was imported under another name before
     WeightTransferEngineFactory.register_engine(BACKEND, CoveyWeights)
+prompt_temperature.install()
