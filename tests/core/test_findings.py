@@ -20,11 +20,11 @@ def test_every_code_has_a_stage_and_a_title():
 
 
 def codes_in(file):
-    """First arguments of `Finding.error`, `Finding.warning` and `of` of an error's class."""
+    """First arguments of `Finding.error`, `Finding.warning` and `CheckError.of`."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
             made_by = (getattr(node.func.value, "id", ""), node.func.attr)
-            made = made_by in {("Finding", "error"), ("Finding", "warning")} or made_by[1] == "of"
+            made = made_by in {("Finding", "error"), ("Finding", "warning"), ("CheckError", "of")}
             if made and isinstance(first := node.args[0], ast.Constant) and isinstance(first.value, str):
                 yield first.value
 
