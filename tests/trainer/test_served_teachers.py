@@ -171,6 +171,13 @@ def test_a_request_ends_with_the_last_sampled_token():
     assert found.top_ids.tolist()[1:3] == [[3, 4], [3, -1]]
 
 
+def test_rollouts_without_a_sampled_token_have_no_scores():
+    batch = collate([Rollout([1, 2], [8, 9], [False, False], None, "", FinishReason.STOP)])
+    assert requests_of(batch, 4, 1.0) == []
+    found = scores_of(batch, [], 4)
+    assert found.logprobs.isnan().all() and found.top_ids.tolist() == [[-1] * 4] * 2
+
+
 def test_each_strand_is_a_sequence_of_its_own():
     """The rollout of `covey.core.strands`' example: 3, 4 after 1, 2; then 5 after 1, 9."""
     sampled = [True, True, False, True]

@@ -326,7 +326,7 @@ def engine_dtype_is_read(args: Args) -> Iterator[Finding]:
     given = f"engine_dtype={args.engine_dtype!r}"
     started = {
         "use_vllm": args.vllm_mode == "colocate",
-        "use_sglang": bool(args.sglang_device and not args.sglang_urls),
+        "use_sglang": bool(args.sglang_device and not (args.sglang_urls or args.server_pool_file)),
     }
     for engine, starts in started.items():
         if not getattr(args, engine):

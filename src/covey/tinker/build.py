@@ -98,7 +98,12 @@ def opened(
         journal = None
         if durable is not None:
             numbers = sum(parameter.numel() for parameter in model.parameters())
-            server = {"parameters": numbers, "seed": settings.seed, "substitute": dict(settings.substitute)}
+            server = {
+                "model": settings.names[0],
+                "parameters": numbers,
+                "seed": settings.seed,
+                "substitute": dict(settings.substitute),
+            }
             journal = DurableJournal(folder / FOLDER, durable, server, log)
             stack.callback(journal.close)
         elif (folder / FOLDER).exists():

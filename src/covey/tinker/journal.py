@@ -17,6 +17,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from covey.runtime.files import naming_disk_errors
 from covey.tinker.checkpoints import TrainingRun
 from covey.tinker.errors import Refusal
 
@@ -317,10 +318,7 @@ class DurableJournal(Journal):
             before = "client = ? AND number <= ? AND outcome IS NOT NULL"
             db.execute(f"DELETE FROM requests WHERE dropped AND {before}", (run.id, client.through))
             db.execute(f"UPDATE requests SET body = NULL WHERE {before}", (run.id, client.through))
-        found = self._db.execute("SELECT weights FROM clients WHERE id = ?", (run.id,)).fetchone()
-        if found == (client.weights,):  # else it continues from the weights before these
-            files = self.folder.glob(_weights(run.id, "*"))
-            self._remove([file.name for file in files if file.name != client.weights])
+        self._remove([file.name for file in self.folder.glob(_weights(run.id, "*"))])
 
     def saved(self, client: str, step: int) -> None:
         with self._may(f"the saved state of {client}") as db:
@@ -354,9 +352,10 @@ class DurableJournal(Journal):
     def sampler(self, entry: SamplerEntry) -> None:
         if entry.gone is not None:
             with self._may(f"the end of {entry.id}") as db:
-                if db is not None:
-                    db.execute("UPDATE samplers SET snapshot = NULL, gone = ? WHERE id = ?", (entry.gone, entry.id))
-                    self._remove([snapshot_file(entry.id)])
+                if db is None:
+                    return
+                db.execute("UPDATE samplers SET snapshot = NULL, gone = ? WHERE id = ?", (entry.gone, entry.id))
+            self._remove([snapshot_file(entry.id)])
             return
         self._must(
             "INSERT OR REPLACE INTO samplers (id, session, number, client, path, snapshot, gone)"
@@ -381,19 +380,25 @@ class DurableJournal(Journal):
 
     def _write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         new = self.folder / f"new-{name}"
-        save_file(dict(tensors), new)
-        new.replace(self.folder / name)
+        try:
+            with naming_disk_errors("weights of a session", str(self.folder), "Then {remedy}."):
+                save_file(dict(tensors), new)
+                new.replace(self.folder / name)
+        finally:
+            new.unlink(missing_ok=True)
 
     def _remove_unnamed(self) -> None:
         """Remove files that no row names, which a killed server was writing or about to remove."""
-        named = {row[0] for row in self._db.execute("SELECT weights FROM clients")}
-        named |= {snapshot_file(row[0]) for row in self._db.execute("SELECT id FROM samplers WHERE gone IS NULL")}
-        self._remove([file.name for file in self.folder.glob("*.safetensors") if file.name not in named])
+        self._remove([file.name for file in self.folder.glob("*.safetensors")])
 
     def _remove(self, files: Iterable[str]) -> None:
-        for file in files:
-            with suppress(OSError):
-                (self.folder / file).unlink(missing_ok=True)
+        """Remove those of the files that no row names: a deletion of rows may have failed."""
+        with suppress(sqlite3.Error):
+            named = {row[0] for row in self._db.execute("SELECT weights FROM clients")}
+            named |= {snapshot_file(row[0]) for row in self._db.execute("SELECT id FROM samplers WHERE gone IS NULL")}
+            for file in {*files} - named:
+                with suppress(OSError):
+                    (self.folder / file).unlink(missing_ok=True)
 
     def close(self) -> None:
         if not self._closed:

@@ -22,6 +22,7 @@ from torch import Tensor
 from covey.engines.native.adapter_engine import LowRank
 from covey.runtime.process_memory import is_out_of_memory
 from covey.runtime.safe_text import printable
+from covey.runtime.user_code import format_error
 from covey.tinker import requests
 from covey.tinker.adapter import Adapter
 from covey.tinker.checkpoints import (
@@ -424,8 +425,15 @@ class TinkerService:
         asked = time.monotonic()
 
         def run() -> tuple[Any, ClientEntry | None]:
+            before = trained.learner, trained.saved_at, trained.broken
             result = job()
-            return result, self._kept(trained, number, kind) if kind in CHANGING else None
+            if kind not in CHANGING:
+                return result, None
+            try:
+                return result, self._kept(trained, number, kind)
+            except Exception:
+                trained.learner, trained.saved_at, trained.broken = before  # as the client is told
+                raise
 
         async def work() -> Result:
             began = time.monotonic()
@@ -433,6 +441,8 @@ class TinkerService:
             result = then(computed)
             if kept is not None:
                 self.journal.advance(request_id, result, kept)
+                if self.clients.get(trained.run.id) is not trained:  # it was unloaded, or its session ended, meanwhile
+                    self.journal.end_client(trained.run.id)
             took = time.monotonic() - began
             self._log(f"{trained.run.id} {kind} {number}: {size or 'done'}, {took:.2f} s after {began - asked:.2f} s")
             return result
@@ -453,9 +463,12 @@ class TinkerService:
         for session_id, version in past.sessions:
             self.sessions[session_id] = Session(session_id, version, time.monotonic())
         for client in past.clients:
+            if client.session not in self.sessions:
+                continue  # it ended while an operation ran
             await self._restore_client(client, [one for one in past.requests if one.client == client.run.id])
         for sampler in past.samplers:
-            await self._restore_sampler(sampler)
+            if sampler.session in self.sessions:
+                await self._restore_sampler(sampler)
         for entry in past.requests:
             if entry.outcome is None:
                 self._accept_again(entry)
@@ -489,7 +502,13 @@ class TinkerService:
                 if asked.forward_only:
                     continue
                 if entry.outcome == DONE:
-                    learner.forward_backward(asked.data, *self._loss(asked))
+                    try:
+                        learner.forward_backward(asked.data, *self._loss(asked))
+                    except Exception as error:  # memory, say
+                        raise Refusal(
+                            f"{trained.run.id} cannot repeat operation {entry.number} ({format_error(error)}). Start"
+                            " the server as before, or with a smaller --token-budget."
+                        ) from error
                 else:
                     assert isinstance(entry.result, dict), "a failure is an object with a text"
                     _break(trained, entry.number, entry.result["error"])
@@ -565,6 +584,8 @@ class TinkerService:
             return WeightSnapshot(sampler_id, frozen)
 
         def keep(snapshot: WeightSnapshot) -> dict[str, Any]:
+            if self.sessions.get(session.id) is not session:
+                raise Refusal("its session has ended.", 410)
             made = Sampler(sampler_id, session.id, number, snapshot=snapshot, client=trained.run.id)
             self._add_sampler(session, made)
             trained.samplers.append(sampler_id)

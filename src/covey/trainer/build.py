@@ -296,7 +296,7 @@ def _placed_teacher(run: Run, source: Any, policy: Any, bases: dict[str, Any]) -
     return prepare_frozen(run.accelerator, source)
 
 
-def _base_of(run: Run, adapter: StoredAdapter, policy: Any, bases: dict[str, Any]) -> Any:
+def _base_of(run: Run, adapter: StoredAdapter, policy: Any, bases: dict[Any, Any]) -> Any:
     """The model that an adapter changes: the policy's own without its adapter, or one that adapters share.
 
     Sharding replaces the weights of one model, so that then each adapter has a base of its own.
@@ -306,9 +306,10 @@ def _base_of(run: Run, adapter: StoredAdapter, policy: Any, bases: dict[str, Any
         return _load_base(args, adapter)
     if shares_base(args, adapter, base_model(policy).config) and (own := shared_base(policy)) is not None:
         return own
-    if adapter.base not in bases:
-        bases[adapter.base] = _load_base(args, adapter)
-    return with_shared_weights(bases[adapter.base])
+    key = adapter.base, adapter.revision
+    if key not in bases:
+        bases[key] = _load_base(args, adapter)
+    return with_shared_weights(bases[key])
 
 
 def shares_base(args: OnlineConfig, adapter: StoredAdapter, config: Any) -> bool:

@@ -217,7 +217,7 @@ def _check_game(args: OnlineConfig, play: PlayedGame, tools: Any, seats: Any, ev
 
 def is_team(environment: Any) -> bool:
     """True for an environment of several agents that plays its episodes itself."""
-    return callable(getattr(environment, "play_team", None)) and bool(getattr(environment, "roles", ()))
+    return callable(getattr(environment, "play_team", None)) and len(getattr(environment, "roles", ())) > 1
 
 
 def _check_team(environment: Any, seats: Any, eval_seats: Any) -> Iterator[Finding]:

@@ -98,6 +98,7 @@ class BehaviourScorer:
             checked = self.engine_check(batch, torch.tensor(fresh, dtype=torch.long, device=batch.lengths.device))
             if run.args.routing_replay != "R3":  # they were for the check alone
                 batch = batch.unrouted()
+                rollouts = [one if one.routes is None else replace(one, routes=None) for one in rollouts]
             if not self.engine_check.comparable:  # of another distribution than the trainer scores
                 batch = replace(batch, engine_logprobs=None)
             batch, kl, measured, stats = self.with_logprobs(batch, mode, measures_entropy=not entropy)

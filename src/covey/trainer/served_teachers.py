@@ -67,7 +67,8 @@ def scores_of(batch: TrainBatch, answers: Sequence[Sequence[ScoredToken]], top: 
     ids = torch.full((batch.num_tokens, top), -1, device=device)
     tops = torch.full((batch.num_tokens, top), -torch.inf, device=device)
     padded = [[*one.top, *[(-1, -torch.inf)] * (top - len(one.top))] for one in found]
-    ids[sampled] = torch.tensor([[token for token, _ in one] for one in padded], device=device).view(-1, top)
+    tokens = torch.tensor([[token for token, _ in one] for one in padded], dtype=torch.long, device=device)
+    ids[sampled] = tokens.view(-1, top)
     tops[sampled] = torch.tensor([[value for _, value in one] for one in padded], device=device).view(-1, top)
     return TokenScores(logprobs, top_ids=ids, top_logprobs=tops)
 

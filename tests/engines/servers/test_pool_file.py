@@ -89,6 +89,14 @@ def test_a_file_that_lists_no_server_is_refused(tmp_path, text):
         PoolFile(path).servers()
 
 
+def test_a_password_in_a_url_is_refused_and_not_shown(tmp_path):
+    path = tmp_path / "pool.txt"
+    path.write_text("http://127.0.0.1:8000\nhttp://user:hunter2@host:8000\n")
+    with pytest.raises(ValueError) as refused:
+        PoolFile(path).servers()
+    assert "hunter2" not in str(refused.value)
+
+
 def test_a_server_that_is_added_joins_with_the_next_update(servers, pool):
     first, second = servers(), servers()
     pool.write(first)

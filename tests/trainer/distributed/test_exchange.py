@@ -1,6 +1,7 @@
 """Plans over all processes, and the rollouts that move: threads stand for processes, a board for the network."""
 
 import threading
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -38,6 +39,12 @@ def batch_of(rank, images=False, reports=True):
     batch.term_tokens = {"extra": (torch.arange(batch.num_tokens) % 2) * (rank + 0.5)}
     batch.term_scales = {"extra": torch.arange(len(batch)) + 0.5 * rank}
     return batch
+
+
+def test_rollouts_without_a_source_keep_their_place_among_those_with_one():
+    taught, shown = (RolloutIndex.of(batch_of(rank), rank) for rank in range(2))
+    taught = replace(taught, sources=torch.tensor([0, 1, 1, 0]))
+    assert join_indexes([shown, taught]).sources.tolist() == [-1, -1, -1, -1, 0, 1, 1, 0]
 
 
 class Network:

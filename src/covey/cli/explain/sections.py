@@ -394,7 +394,7 @@ def _rounding(run: ExplainedRun) -> Iterator[str]:
     args, name, here = run.args, str(run.args.engine_dtype), run.device == run.args.device.type
     if args.samples_elsewhere and name in SERVER_FORMATS:
         flag, value = SERVER_FORMATS[name]
-        starts = args.vllm_mode == "colocate" if args.use_vllm else not args.sglang_urls
+        starts = args.vllm_mode == "colocate" if args.use_vllm else not (args.sglang_urls or args.server_pool_file)
         if starts:
             engine = "vLLM in this process" if args.use_vllm else "The SGLang server"
             yield f"{engine} is started with {flag}={value} (engine_dtype={name!r})."

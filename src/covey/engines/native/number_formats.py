@@ -121,7 +121,7 @@ class RowInvariant:
 
     def __init__(self, kernel: Kernel, weight: Tensor, bias: Tensor | None):
         self.kernel, self.name, self._inputs = kernel, kernel.name, weight.shape[1]
-        self._key = (kernel.name, len(weight), weight.shape[1], bias is None)
+        self._key = (kernel.name, weight.dtype, len(weight), weight.shape[1], bias is None)
         self._counts: dict[int, RowCounts] = {}  # by the number of threads
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -239,6 +239,11 @@ def obstacle_to_join(traits: EngineTraits, max_context: int | None, facts: Serve
         return "the run's servers take adapters, and it was started without"
     if facts.reports_after_cut and not traits.reports_after_cut:
         return "it reports log-probs after cuts, other than the run's servers: start it with their --logprobs-mode"
+    if traits.returns_routes and not facts.returns_routes:
+        return (
+            "the run's servers return the experts of tokens, and it does not: start it with"
+            " --enable-return-routed-experts"
+        )
     if max_context is not None and facts.max_context is not None and facts.max_context < max_context:
         return f"it attends to {facts.max_context} tokens, and requests of this run may have {max_context}"
     return None

@@ -22,4 +22,9 @@ class PoolFile:
         urls = [url.rstrip("/") for line in lines if (url := line.partition("#")[0].strip())]
         if not urls:
             raise ValueError(f"{self.path} lists no server: write a URL on each line, as in http://127.0.0.1:8000.")
+        if any("@" in url for url in urls):  # not shown
+            raise ValueError(
+                f"{self.path} names a server with a user or password in its URL, which messages would show: write"
+                " http://HOST:PORT, and give the key by its setting."
+            )
         return [ServerClient(url, self.api_key) for url in dict.fromkeys(urls)]

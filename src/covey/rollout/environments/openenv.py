@@ -238,12 +238,15 @@ class OpenEnvMatch:
         return None if self.game.outcome is None else self.game.outcome(self.observation)
 
     async def close(self) -> None:
-        if self.client is not None:
+        client, self.client = self.client, None
+        if client is None:
+            return
+        try:
             with suppress(ConnectionError):  # the server has ended
-                await _answer(self.client.close())
+                await _answer(client.close())
+        finally:
             if (sessions := self.game.sessions()) is not None:
                 sessions.release()
-            self.client = None
 
     def _take(self, result: Any) -> None:
         self.observation, self.done = result.observation, bool(result.done)

@@ -119,9 +119,9 @@ def join_indexes(indexes: Sequence[RolloutIndex], offsets: Sequence[int] | None 
     if any(index.strands is not None for index in indexes):
         parts = [torch.zeros(len(one), 4).long() if one.strands is None else one.strands for one in indexes]
         joined["strands"] = torch.cat(parts)
-    sources = [index.sources for index in indexes if index.sources is not None]
-    if sources:
-        joined["sources"] = torch.cat(sources)
+    if any(index.sources is not None for index in indexes):  # demonstrations have none
+        parts = [torch.full((len(one),), -1) if one.sources is None else one.sources for one in indexes]
+        joined["sources"] = torch.cat(parts)
     joined["term_tokens"] = {
         term: torch.cat([index.term_tokens[term] for index in indexes]) for term in indexes[0].term_tokens
     }

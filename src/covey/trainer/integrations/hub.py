@@ -112,6 +112,7 @@ class Push:
     checkpoint: Path
     message: str
     jobs: list[Future[Any]] = field(default_factory=list)
+    kept: list["Push"] = field(default_factory=list)  # whose folders the jobs upload, itself or earlier ones included
 
     @property
     def step(self) -> str:
@@ -168,7 +169,8 @@ class ModelPushes:
         if error is None:
             return
         if push.checkpoint == self._latest or self._keeps_all:  # else a later one is there, or will be
-            self._missing = {push.checkpoint: push, **self._missing}
+            again = {one.checkpoint: Push(one.checkpoint, one.message) for one in [*push.kept, push]}
+            self._missing = {**again, **self._missing}
         kept = f"It is in {os.fspath(push.checkpoint)!r}. " if push.checkpoint.is_dir() else ""
         evidence = f"step {push.step} was not pushed to the hub: {format_error(error)}."
         report([Finding.warning("push-failed", evidence, f"{kept}{then}".strip())])
@@ -188,6 +190,7 @@ class ModelPushes:
             _copy_all(self._files(push.checkpoint), copy / "model")
             folders.append((copy / "model", None, push.message))
         kept = wanted if self._keeps_all else wanted[-1:] if _word(args.hub_strategy) == "checkpoint" else []
+        push.kept = kept
         for one in kept:
             name = one.checkpoint.name if self._keeps_all else "last-checkpoint"
             files = [path for path in one.checkpoint.rglob("*") if path.is_file()]
