@@ -24,8 +24,11 @@ import torch
 
 from benchmarks.letters import tiny_llama, tokenizer, vocabulary_of
 
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from tic_tac_toe import MARKS, TicTacToe, optimal, uniform, winner
+sys.path.insert(0, examples := str(Path(__file__).parents[1] / "examples"))
+try:
+    from tic_tac_toe import MARKS, TicTacToe, optimal, uniform, winner
+finally:
+    sys.path.remove(examples)  # which has files of other modules' names
 
 DIGITS = "123456789"
 VOCABULARY = vocabulary_of([".", "x", "o", *DIGITS])

@@ -238,7 +238,7 @@ OPTIONS: dict[str, dict[str, str]] = {  # by command: a test in which an option 
             ("host", "api_key", "substitute", "port"), f"{CLI}tinker_serve.py::test_flags_that_cannot_be_are_refused"
         ),
         **dict.fromkeys(
-            ("max_clients", "max_rank", "max_tokens", "max_waiting", "token_budget", "seed", "device"),
+            ("max_clients", "max_rank", "max_tokens", "max_waiting", "token_budget", "seed", "device", "durable"),
             f"{CLI}tinker_serve.py::test_limits_reach_the_server",
         ),
     },

@@ -52,11 +52,12 @@ def test_limits_reach_the_server(tiny_folder, tmp_path, monkeypatch):
 
     monkeypatch.setattr("covey.tinker.build.opened", note)
     words = ["--max-clients", "1", "--max-rank", "2", "--max-tokens", "3", "--max-waiting", "4"]
-    words += ["--token-budget", "5", "--seed", "6", "--device", "meta"]
+    words += ["--token-budget", "5", "--seed", "6", "--device", "meta", "--durable", "7"]
     assert main(["tinker-serve", "--model", tiny_folder, "--port", "0", *words]) == 2
     ((settings, options),) = made
     assert (settings.max_clients, settings.max_rank, settings.max_waiting, settings.seed) == (1, 2, 4, 6)
     assert (options["max_tokens"], options["token_budget"], options["device"]) == (3, 5, "meta")
+    assert options["durable"] == 7
 
 
 def test_a_server_tells_programs_where_it_is(capsys):

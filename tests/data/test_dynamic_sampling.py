@@ -158,7 +158,7 @@ def test_whole_batches_are_kept_in_sampling_order(refills, first):
 def test_processes_get_equal_shares_of_what_one_would_select(processes):
     """Threads stand for processes; groups lie across them, and some have nothing to refill."""
     algebra = replace(ALGEBRA, world_size=processes, per_device_train_batch_size=6 // processes)
-    barrier, board = threading.Barrier(processes, timeout=20), [None] * processes
+    barrier, board = threading.Barrier(processes, timeout=600), [None] * processes
 
     def gather(rank, mine):
         barrier.wait()

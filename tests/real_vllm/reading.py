@@ -5,8 +5,6 @@ from typing import Any
 from covey.engines.servers.vllm.worker import CoveyWorker
 from covey.engines.servers.weights.buckets import checksum
 
-READING = "tests.real_vllm.reading.ReadingWorker"
-
 
 class ReadingWorker(CoveyWorker):
     def read_checksums(self) -> dict[str, Any]:

@@ -13,10 +13,11 @@ from covey.engines.servers.pool_file import PoolFile
 from covey.engines.servers.vllm.api import VllmApi
 from covey.engines.servers.vllm.weights import call_workers
 from covey.policy.weights import weight_update
-from tests.real_vllm.reading import READING
 from tests.real_vllm.serving import SHAPE
 from tests.support import tiny
 from tests.support.servers.senders import vllm_sender
+
+READING = "tests.real_vllm.reading.ReadingWorker"  # not imported: that needs vLLM
 
 pytestmark = pytest.mark.vllm
 

@@ -140,7 +140,7 @@ def test_prompts_are_the_functions_own():
 
 def test_rollout_batches_that_are_sampled_at_once_do_not_meet():
     """Each function asks while the other runs, and the first ends before the second asks again."""
-    turns = threading.Barrier(2, timeout=20)
+    turns = threading.Barrier(2, timeout=600)
     first_is_done = threading.Event()
 
     def function(prompts, complete):

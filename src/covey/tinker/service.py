@@ -432,7 +432,7 @@ class TinkerService:
             try:
                 return result, self._kept(trained, number, kind)
             except Exception:
-                trained.learner, trained.saved_at, trained.broken = before  # as the client is told
+                trained.learner, trained.saved_at, trained.broken = before  # as before, as the answer says
                 raise
 
         async def work() -> Result:

@@ -65,6 +65,9 @@ SECTIONS: dict[str, dict[str, str]] = {
             " a row ends the run, as do weights that are no numbers already. Nothing is saved over the last checkpoint:"
             " resume from it in bfloat16 or float32, or begin a new run with it as `model` and a lower learning rate."
         ),
+        "Asked for routing replay of a model without experts": "",
+        "Replayed routes of a compiled model": "",
+        "Replayed routes of vLLM in the trainer's process": "",
         "Asked for the load-balancing loss of a model without experts": (
             "Leave `router_aux_loss_coef` unset; DeepSeek's models balance their experts without a loss."
         ),

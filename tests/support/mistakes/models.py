@@ -504,11 +504,12 @@ MODELS = [
         "'longer.*'",
         kind=CheckWarning,
     ),
-    Mistake(
+    checked(
         "Loaded the weights to train in bfloat16, at a small learning rate",
         lambda b: b.build({"learning_rate": 1e-6}, model=tiny.model().to(torch.bfloat16)),
-        ("bfloat16", "learning_rate=1e-06", "float32"),
-        kind=UserWarning,
+        "weights-rounded",
+        "learning_rate=1e-06",
+        kind=CheckWarning,
     ),
     checked(
         "Loaded the weights to train in float16",

@@ -52,7 +52,7 @@ class Network:
 
     def __init__(self, size):
         self.size = size
-        self.barrier, self.board, self.sent = threading.Barrier(size, timeout=20), [None] * size, []
+        self.barrier, self.board, self.sent = threading.Barrier(size, timeout=600), [None] * size, []
 
     def of(self, rank):
         processes = Collectives(rank, 1, 1.0, lambda: 0)

@@ -142,7 +142,7 @@ class Processes:
     """Two of them; a word that nobody takes or sends fails the test."""
 
     def __init__(self):
-        self._barrier = threading.Barrier(2, timeout=20)
+        self._barrier = threading.Barrier(2, timeout=600)
         self._slots = [None, None]
 
     def run(self, syncs, version):
@@ -242,7 +242,7 @@ def sharded_model(barrier):
 
 @pytest.mark.parametrize("passes", [1, 3])
 def test_every_process_takes_part_in_sharded_gathers(passes):
-    world, engines, barrier = Processes(), (Shared(passes=passes), Shared()), threading.Barrier(2, timeout=20)
+    world, engines, barrier = Processes(), (Shared(passes=passes), Shared()), threading.Barrier(2, timeout=600)
     results = world.run([world.sync(rank, engines[rank], sharded_model(barrier)) for rank in (0, 1)], 0)
     assert all("sync/seconds" in stats for stats in results), results
     assert barrier.n_waiting == 0 and not barrier.broken
@@ -256,7 +256,7 @@ def test_a_cancelled_gather_ends_in_every_process():
             one.close()
             raise RuntimeError("server gone")
 
-    world, barrier = Processes(), threading.Barrier(2, timeout=20)
+    world, barrier = Processes(), threading.Barrier(2, timeout=600)
     engines = GivesUp(), Shared()
     errors = world.run([world.sync(rank, engines[rank], sharded_model(barrier)) for rank in (0, 1)], 0)
     assert str(errors[0]) == "server gone" and "server gone" in str(errors[1])
