@@ -432,7 +432,7 @@ class TinkerService:
             try:
                 return result, self._kept(trained, number, kind)
             except Exception:
-                trained.learner, trained.saved_at, trained.broken = before  # as before, as the answer says
+                trained.learner, trained.saved_at, trained.broken = before  # the answer says that it failed
                 raise
 
         async def work() -> Result:
