@@ -26,6 +26,8 @@ from pathlib import Path
 from statistics import fmean, pvariance
 from typing import Any
 
+import torch
+
 from benchmarks.doctor_trial import model
 from benchmarks.doctor_trial.cases import REAL, Case
 from benchmarks.doctor_trial.faulty import FAULTY
@@ -62,6 +64,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     records, cases = Records(options.records), selected(options)
     if not options.summary:
         os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        torch.set_num_threads(
+            1
+        )  # of several threads none would survive in the processes that are forked
         small = model.build(options.model.resolve())
         for case in cases:
             examine(case, small, records, options)
