@@ -64,9 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     records, cases = Records(options.records), selected(options)
     if not options.summary:
         os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        torch.set_num_threads(
-            1
-        )  # of several threads none would survive in the processes that are forked
+        torch.set_num_threads(1)  # of several threads none would survive in the processes that are forked
         small = model.build(options.model.resolve())
         for case in cases:
             examine(case, small, records, options)
