@@ -7,7 +7,7 @@ A third backend is a `ServerApi` (sampling, pausing, sleeping) and a `WeightApi`
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -124,8 +124,10 @@ class ScoringApi(Protocol):
     settings: SettingNames
     advice: dict[str, str]  # options of the server for more `top` tokens ("top") and another "temperature"
 
-    async def recognises(self, server: ServerClient, deadline: float) -> bool:
-        """Tell whether a server that answers is of this backend."""
+    identity: str  # path whose answer tells whether a server is of this backend
+
+    def recognises(self, answer: Any) -> bool:
+        """Tell whether this is the backend's answer to a GET request of `identity`."""
         ...
 
     async def facts(self, server: ServerClient, deadline: float) -> ServerFacts:

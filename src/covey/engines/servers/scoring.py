@@ -273,7 +273,13 @@ class ServerScorer:
 async def backend_of(server: ServerClient, seconds: float) -> ScoringApi:
     """The backend of a server that answers; ServerRefused if it is none that scores given tokens."""
     for api in BACKENDS:
-        if await api.recognises(server, seconds):
+        try:
+            answer = await server.call("GET", api.identity, "find out which server this is", seconds)
+        except ServerRefused as error:
+            if "HTTP 404" in error.message or "HTTP 405" in error.message:
+                continue
+            raise
+        if api.recognises(answer):
             return api
     names = " nor ".join(f"{api.name}'s" for api in BACKENDS)
     message = f"it is neither {names} own server, and others give no log-probs of tokens that they did not write"

@@ -8,7 +8,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from covey.engines.servers.errors import BadAnswer, ServerRefused
+from covey.engines.servers.errors import BadAnswer
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.protocols import ScoredToken, ScoreRequest, ServerFacts, SettingNames, as_logprob
 from covey.engines.servers.sglang.api import facts_of, model_info, server_info
@@ -20,19 +20,14 @@ class SglangScoring:
     """A `ScoringApi` for SGLang's server."""
 
     name = "SGLang"
+    identity = "/model_info"
     settings = SettingNames("teacher_server_timeout", "teacher_server_request_timeout", "", "--context-length")
     advice = {  # noqa: RUF012 - of the class
         "top": "set teacher_top_k to what it allows",
         "temperature": "serve the teacher with `covey vllm-serve`, which applies the temperature of a request",
     }
 
-    async def recognises(self, server: ServerClient, deadline: float) -> bool:
-        try:
-            answer = await server.call("GET", "/model_info", "find out which server this is", deadline)
-        except ServerRefused as error:
-            if "HTTP 404" in error.message or "HTTP 405" in error.message:
-                return False
-            raise
+    def recognises(self, answer: Any) -> bool:
         return isinstance(answer, Mapping) and "model_path" in answer
 
     async def facts(self, server: ServerClient, deadline: float) -> ServerFacts:

@@ -9,7 +9,7 @@
 
 from typing import Any
 
-from covey.engines.servers.errors import BadAnswer, ServerRefused
+from covey.engines.servers.errors import BadAnswer
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.protocols import ScoredToken, ScoreRequest, ServerFacts, SettingNames, as_logprob
 from covey.engines.servers.vllm.api import check_release, get_path, read_model
@@ -21,19 +21,14 @@ class VllmScoring:
     """A `ScoringApi` for vLLM's server."""
 
     name = "vLLM"
+    identity = "/version"
     settings = SettingNames("teacher_server_timeout", "teacher_server_request_timeout", "", "--max-model-len")
     advice = {  # noqa: RUF012 - of the class
         "top": "start it with --max-logprobs {top}",
         "temperature": "start it with `covey vllm-serve`, which applies the temperature of a request",
     }
 
-    async def recognises(self, server: ServerClient, deadline: float) -> bool:
-        try:
-            answer = await server.call("GET", "/version", "find out which server this is", deadline)
-        except ServerRefused as error:
-            if "HTTP 404" in error.message or "HTTP 405" in error.message:
-                return False
-            raise
+    def recognises(self, answer: Any) -> bool:
         return isinstance(get_path(answer, "version"), str)
 
     async def facts(self, server: ServerClient, deadline: float) -> ServerFacts:
