@@ -53,6 +53,7 @@ class Table:
         self._lock = threading.Lock()
         self._games: dict[tuple[Any, ...], _Meeting] = {}
         self._arrivals: Counter[tuple[Any, ...]] = Counter()
+        self._left: RolloutError | None = None  # why a variant plays no more in this round
 
     def __call__(self, *given: Any) -> Any:
         raise ValueError("a Table is played by variants of a study: give it to covey.study.Study in `parts`.")
@@ -70,11 +71,21 @@ class Table:
         with self._lock:
             self._games.clear()
             self._arrivals.clear()
+            self._left = None
+
+    def leave(self, variant: str, error: BaseException) -> None:
+        """Fail the games of this round that wait for a variant whose sampling has failed."""
+        with self._lock:
+            self._left = RolloutError(f"{variant} has failed: {error}")
+            for meeting in self._games.values():
+                meeting.fail(self._left)
 
     def _meeting(self, variant: str, game: tuple[Any, ...]) -> "_Meeting":
         with self._lock:
             number = self._arrivals[variant, game]  # the same prompt may come twice in a rollout batch
             self._arrivals[variant, game] += 1
+            if self._left is not None:
+                raise self._left
             return self._games.setdefault((*game, number), _Meeting({name: Future() for name in self.variants}))
 
 
@@ -84,6 +95,11 @@ class _Meeting:
 
     arrived: dict[str, "Future[EpisodeEngine]"]
     played: "Future[Played]" = field(default_factory=Future)
+
+    def fail(self, error: BaseException) -> None:
+        for future in (*self.arrived.values(), self.played):
+            if not future.done():
+                future.set_exception(error)
 
 
 @dataclass(eq=False)
@@ -116,7 +132,8 @@ class TableSeat:
         engine.seed_key = (*key, *suffix)
         game = (*key[1:-1], engine.sibling // self.rollouts_per_game + number)  # without seed and sample
         meeting = self.table._meeting(self.variant, game)
-        meeting.arrived[self.variant].set_result(engine)
+        if not meeting.arrived[self.variant].done():  # else the host has given up
+            meeting.arrived[self.variant].set_result(engine)
         if self.variant == self.table.variants[0]:
             played = await self._host(meeting, run)
         else:
@@ -134,11 +151,12 @@ class TableSeat:
             task = asyncio.current_task()
             own = isinstance(error, Exception) or (task is not None and task.cancelling() > 0)
             failure = error if isinstance(error, Exception) else RolloutError(f"it was given up ({error!r})")
-            meeting.played.set_exception(failure)
+            meeting.fail(failure)
             if own:
                 raise
             raise failure from error  # a player's request was cancelled, as its rollout is late
-        meeting.played.set_result(played)
+        if not meeting.played.done():
+            meeting.played.set_result(played)
         return played
 
 

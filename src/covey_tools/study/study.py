@@ -448,8 +448,16 @@ class Study:
         if not paused:
             return outcomes
 
+        async def one(name: str, pending: Any) -> Any:
+            try:
+                return await pending
+            except BaseException as error:
+                if self.table is not None and name in self.table.variants:
+                    self.table.leave(name, error)
+                raise
+
         async def together() -> list[Any]:
-            return list(await asyncio.gather(*paused.values(), return_exceptions=True))
+            return list(await asyncio.gather(*(one(*item) for item in paused.items()), return_exceptions=True))
 
         self._sampled = [name for name in paused if has_adapter(self.variants[name].trainer.model)]
         engine = self.server or self.engine

@@ -6,6 +6,7 @@ import torch
 from covey.core.findings import CheckError
 from covey.observability.record_files import FOLDER, files, read_rows
 from covey.rollout.table import Table
+from covey.rollout.user_functions import RolloutError
 from tests.support import runs, tiny
 from tests.support.studies import adapters, study
 from tests.support.table_games import Recorded, duel, points
@@ -145,6 +146,19 @@ def test_a_game_that_fails_fails_for_both(tmp_path):
     for name in ("white", "black"):
         failed = [row for row in rows_of(tmp_path / name) if row["fate"] == "failed"]
         assert {row["sample"] for row in failed} == {1} and all("no luck" in row["error"] for row in failed)
+
+
+def test_games_do_not_wait_for_a_variant_whose_sampling_has_failed():
+    table = Table(duel, PLAYERS)
+    first, second = table.variants
+    meeting = table._meeting(first, (0,))
+    table.leave(second, ValueError("gone"))
+    for future in (meeting.arrived[second], meeting.played):
+        assert isinstance(future.exception(timeout=0), RolloutError)
+    with pytest.raises(RolloutError):
+        table._meeting(first, (1,))
+    table.open()
+    assert not table._meeting(first, (1,)).played.done()
 
 
 def test_a_partner_that_ends_ends_the_others_with_its_reason(tmp_path):
