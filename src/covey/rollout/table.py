@@ -97,7 +97,8 @@ class _Meeting:
     played: "Future[Played]" = field(default_factory=Future)
 
     def fail(self, error: BaseException) -> None:
-        for future in (*self.arrived.values(), self.played):
+        futures: list[Future[Any]] = [*self.arrived.values(), self.played]
+        for future in futures:
             if not future.done():
                 future.set_exception(error)
 
