@@ -67,11 +67,13 @@ def trainer(
 
 
 def experiences(trainer: Any, change: Any = lambda batch: batch) -> list[Any]:
-    """The training data (`TrainBatch`) of each rollout batch from now on; `change` gives other data to train on."""
+    """The data (`TrainBatch`) of each rollout batch to train on from now on; `change` gives other data."""
     gather, found = trainer.gather_experience, []
 
     def gathering(rollouts: Any, mode: str, log: Any) -> Any:
         experience = gather(rollouts, mode, log)
+        if mode != "train":
+            return experience
         found.append(experience.batch)
         return replace(experience, batch=change(experience.batch))
 
