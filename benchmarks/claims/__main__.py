@@ -3,7 +3,7 @@
     python -m benchmarks.claims [N ...] [--seeds S]     # runs what is missing of these claims (all), prints verdicts
     python -m benchmarks.claims --exact                 # only enumerations, which take seconds
     python -m benchmarks.claims --summary               # prints the page from the records (docs/claims.md)
-    python -m benchmarks.claims --write                 # writes it, its pictures, and the verdicts on other pages
+    python -m benchmarks.claims --write                 # writes it, docs/recipes.md, pictures, verdicts on other pages
 
 Every finished run is a line of `benchmarks/claims.jsonl` with the digest of its claim: an interrupted claim continues
 where it stopped, and lines of another protocol are not used. A claim that is undecided after its seeds runs as many
@@ -21,7 +21,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from benchmarks.claims import page
+from benchmarks.claims import page, recipes
 from benchmarks.claims.claim import Claim, Enumerated
 from benchmarks.claims.records import RECORDS, ClaimRecords
 from benchmarks.claims.statistic import OPEN
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--records", type=Path, default=RECORDS, help="file of finished runs")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "claims", help="for checkpoints of studies")
     parser.add_argument("--summary", action="store_true", help="only print the page")
-    parser.add_argument("--write", action="store_true", help="only write the page, its pictures and verdicts elsewhere")
+    parser.add_argument("--write", action="store_true", help="only write the pages, pictures and verdicts elsewhere")
     parser.add_argument("--job", help=argparse.SUPPRESS)  # runs of one claim in this process
     given = parser.parse_args()
     records = ClaimRecords(given.records)
@@ -50,6 +50,7 @@ def main() -> None:
     elif given.summary:
         print(page.render(records), end="")
     elif given.write:
+        (ROOT / "docs" / "recipes.md").write_text(recipes.render(records))
         page.write(records, ROOT)
     else:
         known = [one.number for one in CLAIMS]

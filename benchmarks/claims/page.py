@@ -127,7 +127,7 @@ def render(records: ClaimRecords) -> str:
         "|---:|---|---|---|---|---:|",
     ]
     for claim, now in shown:
-        figures = _cell("; ".join(_figure(one) for one in now.parts if one.verdict is not None)) or "–"
+        figures = cell("; ".join(figure(one) for one in now.parts if one.verdict is not None)) or "–"
         where = claim.bed.name if claim.bed else "–" if claim.missing else "enumeration"
         minutes = f"{_minutes(claim, records):.0f} of {claim.minutes:g}" if claim.bed else "–"
         lines.append(
@@ -163,13 +163,13 @@ def details(claim: Claim, now: Standing, records: ClaimRecords) -> list[str]:
     for one in now.parts:
         more = f"; about {one.more} seeds would decide" if one.more else ""
         lines.append(
-            f"| {one.part.name} | {_cell(one.part.hypothesis)} | {_kind(one.part)} | {_cell(one.sentence)}{more} |"
+            f"| {one.part.name} | {cell(one.part.hypothesis)} | {_kind(one.part)} | {cell(one.sentence)}{more} |"
             f" {one.verdict or NOT_RUN} |"
         )
     enumerated = records.enumerated(claim)
     for note in claim.notes:
         found = enumerated[note.name].sentence if note.name in enumerated else NOT_RUN
-        lines.append(f"| {note.name} | {_cell(note.hypothesis)} | exact, decides nothing | {_cell(found)} | |")
+        lines.append(f"| {note.name} | {cell(note.hypothesis)} | exact, decides nothing | {cell(found)} | |")
     lines.append("")
     if claim.bed is not None:
         arms = "; ".join(f"{name}: {_settings(changes)}" for name, changes in (claim.arms or {}).items())
@@ -259,7 +259,7 @@ def draw(claim: Claim, records: ClaimRecords, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(5.2, 3.2), layout="constrained")
+    drawing, axes = pyplot.subplots(figsize=(5.2, 3.2), layout="constrained")
     for number, (arm, curves) in enumerate(picture_data(claim, records).items()):
         length = min(len(steps) for steps, _ in curves)
         values = np.array([values[:length] for _, values in curves])
@@ -278,8 +278,8 @@ def draw(claim: Claim, records: ClaimRecords, path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend(title="arm (seeds)", fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100, metadata={"Software": None})
-    pyplot.close(figure)
+    drawing.savefig(path, dpi=100, metadata={"Software": None})
+    pyplot.close(drawing)
 
 
 VERDICT_ELSEWHERE = re.compile(r"(\[claim (\d+)\]\(claims\.md#claim-\d+\): )([^.|\n]*)")
@@ -307,7 +307,7 @@ def simulated_sentence() -> str:
     return "\n".join(textwrap.wrap(summary(), 118))
 
 
-def _cell(text: str) -> str:
+def cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
@@ -321,7 +321,7 @@ def _kind(part: AnyPart) -> str:
     return f"{part.kind}, {part.delta:.3g}"
 
 
-def _figure(one: Answer) -> str:
+def figure(one: Answer) -> str:
     if isinstance(one.part, Enumerated):
         return f"{one.part.name}: exact"
     return f"{one.part.name}: {one.sentence}"

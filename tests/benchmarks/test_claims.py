@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks.claims import losses, page, simulation
+from benchmarks.claims import losses, page, recipes, simulation
 from benchmarks.claims.beds import DistillationBed, StudyBed, TinyBed, WeightsBed, history_logs
 from benchmarks.claims.claim import (
     Best,
@@ -53,6 +53,7 @@ from benchmarks.claims.statistic import (
     weakest,
 )
 from benchmarks.claims.table import CLAIMS, NOT_TESTED
+from benchmarks.claims.table import claim as claim_of
 
 from covey import GRPOConfig
 from covey.algorithms import ADVANTAGES, LOSS_TYPES
@@ -391,6 +392,28 @@ def test_every_method_with_a_paper_has_a_claim_or_a_reason():
 def test_the_page_is_what_the_records_say():
     """Write it with `python -m benchmarks.claims --write`."""
     assert (ROOT / "docs" / "claims.md").read_text() == page.render(ClaimRecords())
+
+
+def test_recipes_are_what_the_records_say():
+    assert (ROOT / "docs" / "recipes.md").read_text() == recipes.render(ClaimRecords())
+
+
+def test_a_verdict_picks_the_advice(tmp_path, monkeypatch):
+    recipe = recipes.Recipe("situation", 4, "the usual", "if it holds", "if it fails", best=("G ",))
+    records, chosen = ClaimRecords(tmp_path / "claims.jsonl"), {}
+    for word in (HOLDS, FAILS, OPEN, None):
+        monkeypatch.setattr(recipes.page, "standing", lambda *_, word=word: page.Standing(word, (), ()))
+        chosen[word] = recipes.row(recipe, records).split(" | ")[2]
+    assert chosen == {HOLDS: "if it holds", FAILS: "if it fails", OPEN: "the default (undecided)", None: "the default"}
+
+
+def test_the_best_arm_is_shown_once_it_has_four_seeds(tmp_path):
+    claim, records = claim_of(4), ClaimRecords(tmp_path / "claims.jsonl")
+    for arm, score in (("G 2", 0.5), ("G 8", 0.25)):
+        for seed in range(4):
+            assert recipes.best(claim, "G ", records) in ("", "2 (score 0.50)")
+            records.add_run(claim, arm, seed, {"evaluations": [[16, [0.0, 2 * score]]]}, seconds=1.0)
+    assert recipes.best(claim, "G ", records) == "2 (score 0.50)"
 
 
 def test_verdicts_in_the_docs_of_methods_are_those_of_the_page():
