@@ -39,6 +39,15 @@ def test_changed_weights_are_packed_again():
             layer.weight.mul_(3)
 
 
+@pytest.mark.usefixtures("library")
+def test_widths_are_those_of_the_weights():
+    layer = nn.Linear(8, 5)
+    layer.in_features, layer.out_features = 5, 8  # as PEFT declares a head that it ties to trained embeddings
+    x = torch.randn(3, 8)
+    with torch.no_grad(), packed_linears(layer):
+        torch.testing.assert_close(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+
+
 def test_modules_are_restored_after_an_error():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     with pytest.raises(ZeroDivisionError), packed_linears(model):

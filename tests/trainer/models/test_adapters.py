@@ -16,6 +16,15 @@ def lora():
     return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
 
+def test_embeddings_that_are_trained_as_a_whole_stay_tied_to_the_head(tmp_path):
+    adapter = lora()
+    adapter.modules_to_save, adapter.ensure_weight_tying = ["embed_tokens"], True
+    trained = runs.trainer(tmp_path, parts={"peft_config": adapter}, correct_built_in_engine=True)
+    trained.train()
+    ratios = [runs.history(trained, f"sampling/importance_sampling_ratio/{end}") for end in ("min", "max")]
+    assert ratios == [pytest.approx([1.0, 1.0], abs=1e-4)] * 2  # the engine samples from what is trained
+
+
 @pytest.mark.parametrize(("method", "checkpointing"), [("grpo", True), ("rloo", False)])
 def test_only_the_adapter_moves(tmp_path, method, checkpointing):
     trained = runs.trainer(

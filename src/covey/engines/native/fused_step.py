@@ -83,7 +83,7 @@ class FusedStep:
         """Attention of a layer, from queries, keys and values in one row per sequence; [S, heads * D]."""
         layer, (cos, sin) = self._layers[index], rotation
         size, dim = len(joined), cos.shape[-1]
-        heads, kv_heads = (linear.out_features // dim for linear in layer.qkv.layers[:2])
+        heads, kv_heads = (len(linear.weight) // dim for linear in layer.qkv.layers[:2])
         rows, values = joined.view(size, -1, dim).split([heads + kv_heads, kv_heads], dim=1)
         if layer.head_norms:
             parts = zip(layer.head_norms, rows.split([heads, kv_heads], dim=1), strict=True)

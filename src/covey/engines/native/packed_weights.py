@@ -81,7 +81,7 @@ def _groups(model: nn.Module, layers: Sequence[Any]) -> list[list[Any]]:
     for parent in model.modules():
         for names in JOINED:
             parts: list[Any] = [getattr(parent, name, None) for name in names]
-            if wanted.issuperset(parts) and len({(x.in_features, x.bias is None) for x in parts}) == 1:
+            if wanted.issuperset(parts) and len({(x.weight.shape[1], x.bias is None) for x in parts}) == 1:
                 groups.append(parts)
     joined = {layer for group in groups for layer in group}
     return [*groups, *([layer] for layer in layers if layer not in joined)]
@@ -145,7 +145,7 @@ class PackedProduct:
             return torch.cat([nn.functional.linear(x, layer.weight, layer.bias) for layer in self.layers], dim=-1)
         if self._kernel is None:
             self._kernel = self._packed_kernel()
-            self._width = sum(layer.out_features for layer in self.layers)
+            self._width = sum(self._widths())
         return self._kernel(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], self._width)
 
     def takes(self, x: Tensor) -> bool:
@@ -157,11 +157,15 @@ class PackedProduct:
         joined = weights[0] if len(weights) == 1 else torch.cat(weights)  # a head is large: no second copy of it
         return self.make(joined, bias)
 
+    def _widths(self) -> list[int]:
+        """Outputs of the layers, by their weights: PEFT's tied heads have `in_features` and `out_features` swapped."""
+        return [len(layer.weight) for layer in self.layers]
+
     def part(self, index: int, x: Tensor) -> Tensor:
         """Product with one of the layers; the others' are kept until they are asked for with the same input."""
         if x is not self._read or index not in self._parts:
             self._read = x
-            self._parts = dict(enumerate(self(x).split([layer.out_features for layer in self.layers], dim=-1)))
+            self._parts = dict(enumerate(self(x).split(self._widths(), dim=-1)))
         return self._parts.pop(index)
 
 

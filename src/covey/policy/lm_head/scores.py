@@ -90,6 +90,13 @@ class Head:
     # the module's forward without its hooks, for code that runs inside its call
     forward: Callable[[Tensor], Tensor] | None = None
 
+    @property
+    def width(self) -> int:
+        """Logits of a token as its weights have it (PEFT's tied heads say otherwise), or as a sharded module says."""
+        weight: Any = getattr(self.module, "weight", None)
+        whole = isinstance(weight, Tensor) and weight.dim() == 2
+        return len(weight) if whole else getattr(self.module, "out_features", 1)
+
     def __call__(self, hidden: Tensor) -> Tensor:
         logits = (self.forward or self.module)(hidden)
         if self.scale != 1.0:
@@ -208,7 +215,7 @@ def _score_by_calls(
     teacher: TeacherRows | None,
 ) -> TokenScores:
     models = 1 if teacher is None else 2
-    size = max(1, min(chunk_size, CHUNK_BYTES // (4 * models * getattr(head.module, "out_features", 1))))
+    size = max(1, min(chunk_size, CHUNK_BYTES // (4 * models * head.width)))
     if head.forward is not None:
         size = max(1, len(targets))  # its modules may be sharded too, and all processes must call them equally often
     recompute = torch.is_grad_enabled() and len(targets) > size
