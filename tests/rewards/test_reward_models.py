@@ -105,6 +105,30 @@ def test_the_pad_token_falls_back_to_eos(score):
     assert score(suite, ["a", "longer"])[0][0][0] is not None
 
 
+@pytest.mark.parametrize(
+    ("own", "scored"),
+    [
+        (None, -1),  # no padding in the config: the last token, which is <eos>
+        (0, -1),  # <pad>
+        (1, -2),  # <eos>, which the head leaves out, alone as in a batch
+        (-1, -1),  # Llama's early configs: no token
+    ],
+)
+@pytest.mark.parametrize("special", [{"pad_token": "<eos>"}, {}])
+def test_the_end_of_a_turn_is_scored_also_where_the_tokenizer_pads_with_it(score, own, scored, special):
+    tokenizer = make_tokenizer(eos_token="<eos>", chat_template=CHAT_TEMPLATE, **special)
+    model = make_model()
+    model.config.pad_token_id = own
+    prompts = [[{"role": "user", "content": "hi"}]] * 3
+    rewards, _ = score(RewardSuite(model, processing_classes=[tokenizer]), ["a", "longer", ""], prompts)
+    assert model.config.pad_token_id == own
+    for (reward,), text in zip(rewards, ["a", "longer", ""], strict=True):
+        ids = tokenizer(f"<user>hi<eos><assistant>{text}<eos>", add_special_tokens=False)["input_ids"]
+        with torch.no_grad():
+            states = model.model(torch.tensor([ids])).last_hidden_state[0]
+        assert reward == pytest.approx(model.score(states[scored]).item(), abs=1e-5)
+
+
 def test_wrong_models_and_tokenizers_are_explained(score, tokenizer, tmp_path):
     with pytest.raises(CheckError, match="pad_token") as error:
         RewardSuite(make_model(), processing_classes=make_tokenizer())

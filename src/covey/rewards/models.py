@@ -2,6 +2,8 @@
 
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,8 +76,8 @@ class ModelReward:
 
     Prompt and completion are joined as text. What the tokenizer's chat template wrote, of messages, gets no further
     special tokens; other text gets those that the tokenizer adds, such as [CLS], once. Samples are padded on the right
-    and scored in micro-batches of similar length. One that is longer than the model's context fails: its end is what is
-    to be scored, and its beginning what was asked, so neither is cut off.
+    and scored in micro-batches of similar length, each as the model scores it alone. One that is longer than the
+    model's context fails: its end is what is to be scored, and its beginning what was asked, so neither is cut off.
     """
 
     def __init__(self, model: nn.Module, processing_class: Any, name: str, batch_size: int = 8, device: Device = None):
@@ -90,13 +92,13 @@ class ModelReward:
                 "sequence classifier with num_labels=1.",
             )
         self.tokenizer = self._prepare_tokenizer(processing_class)
+        self._own_pad_id = self._pad_id_of_config()
         self.model = model if device is None else model.to(device)
         self.model.eval().requires_grad_(False)
         self._prefix = added_prefix(self.tokenizer)
         self._context = self._longest()
 
     def _prepare_tokenizer(self, processing_class: Any) -> "PreTrainedTokenizerBase":
-        """Tokenizer whose padding token is set in the model's config too: the model scores the last other token."""
         if processing_class is None:
             processing_class = self._load_tokenizer()
         tokenizer = getattr(processing_class, "tokenizer", processing_class)
@@ -108,8 +110,6 @@ class ModelReward:
                 f"the tokenizer of reward model {self.name!r} has no pad, eos or unk token to pad with.",
                 "Set `tokenizer.pad_token`.",
             )
-        self.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-        self.config.pad_token_id = tokenizer.pad_token_id
         return tokenizer
 
     def _load_tokenizer(self) -> Any:
@@ -172,14 +172,50 @@ class ModelReward:
 
     @torch.inference_mode()
     def _score_batch(self, inputs: list[list[int]]) -> list[float]:
-        padded = self.tokenizer.pad({"input_ids": inputs}, padding_side="right", return_tensors="pt")
-        logits = self.model(**padded.to(next(self.model.parameters()).device)).logits
+        ids, device = [torch.tensor(one, dtype=torch.long) for one in inputs], next(self.model.parameters()).device
+        pad_id = self._pad_id(inputs)
+        padded = nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=pad_id)
+        mask = nn.utils.rnn.pad_sequence([torch.ones_like(one) for one in ids], batch_first=True)
+        with self._padding_with(pad_id):
+            logits = self.model(input_ids=padded.to(device), attention_mask=mask.to(device)).logits
         if logits.shape != (len(inputs), 1):
             raise RewardError(
                 f"reward model {self.name!r} returned logits of shape {tuple(logits.shape)} for {len(inputs)} texts, "
                 f"instead of ({len(inputs)}, 1); only sequence classifiers can be reward models."
             )
         return logits[:, 0].float().tolist()
+
+    def _pad_id_of_config(self) -> int | None:
+        pad_id = getattr(self.config.get_text_config(), "pad_token_id", None)
+        return pad_id if isinstance(pad_id, int) else None
+
+    def _pad_id(self, inputs: list[list[int]]) -> int:
+        """Token to pad with. A classifier scores the last token that is not its config's padding, as it was trained to.
+
+        Without one in the config that was the last token of all, even where it is what the tokenizer pads with, as the
+        end of a turn often is; so one is taken that ends none of these texts.
+        """
+        if self._own_pad_id is not None and self._is_token(self._own_pad_id):
+            return self._own_pad_id
+        ends = {ids[-1] for ids in inputs if ids}
+        tokens = (self.tokenizer.pad_token_id, *range(len(ends) + 1))
+        return next(token for token in tokens if token not in ends and self._is_token(token))
+
+    def _is_token(self, token: int) -> bool:
+        embeddings: Any = getattr(self.model, "get_input_embeddings", lambda: None)()
+        return token >= 0 and (embeddings is None or token < len(embeddings.weight))
+
+    @contextmanager
+    def _padding_with(self, pad_id: int) -> Iterator[None]:
+        configs = (self.config.get_text_config(), self.config)  # some classifiers read the one, some the other
+        before = [getattr(config, "pad_token_id", None) for config in configs]
+        for config in configs:
+            config.pad_token_id = pad_id
+        try:
+            yield
+        finally:
+            for config, own in zip(configs, before, strict=True):
+                config.pad_token_id = own
 
     def _longest(self) -> float:
         """Most tokens that the model reads, as its config and its tokenizer say."""
