@@ -105,8 +105,23 @@ def test_env_mask_marks_sampled_tokens_and_ends_of_turns():
     rollout = collector(function).collect(draws(), PARAMS, ("train", 0))[0]
     assert rollout.sampled == [True, True, False, False, True, True]
     assert rollout.turn_ends == [1, 5] and rollout.num_turns == 2
-    assert rollout.logprobs == [-0.5] * 6 and rollout.completion == "ab??c"
+    assert rollout.logprobs == [-0.5, -0.5, 0.0, 0.0, -0.5, -0.5] and rollout.completion == "ab??c"
     assert "env_mask" not in rollout.extras
+
+
+@pytest.mark.parametrize("placeholder", [None, float("nan"), 1.0, [], "tool"])
+def test_tokens_that_were_not_sampled_have_no_logprobs(placeholder):
+    def function(prompts, complete):
+        count = len(prompts)
+        return {
+            "prompt_ids": [tokens("2+2=")] * count,
+            "completion_ids": [[*tokens("ab"), *tokens("?"), EOS]] * count,
+            "logprobs": [[-0.5, -2.0, placeholder, -1.0]] * count,
+            "env_mask": [[1, 1, 0, 1]] * count,
+        }
+
+    rollout = collector(function).collect(draws(), PARAMS, ("train", 0))[0]
+    assert rollout.logprobs == [-0.5, -2.0, 0.0, -1.0]
 
 
 @pytest.mark.parametrize(

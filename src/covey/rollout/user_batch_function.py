@@ -94,7 +94,8 @@ class BatchFunction:
     """A user's `(prompts, trainer) -> dict`, for all prompts of a batch at once.
 
     The dictionary holds, for every prompt, a list in `prompt_ids`, `completion_ids` and `logprobs` (which may be None),
-    and optionally `env_mask` and `images`. Every other field goes to the reward functions, an element per prompt.
+    and optionally `env_mask` and `images`; log-probs of tokens with `env_mask` 0 are not read. Other fields go to the
+    reward functions, an element per prompt.
     """
 
     function: Callable[..., Any]
@@ -178,7 +179,7 @@ class BatchFunction:
                         f" prompt {i}; it needs one for each."
                     )
             if logprobs is not None:  # servers that report the most probable tokens give a list, the sampled one first
-                logprobs = [float(one[0] if isinstance(one, list | tuple) else one) for one in logprobs]
+                logprobs = [one[0] if isinstance(one, list | tuple) and one else one for one in logprobs]
             sampled = [True] * len(completion_ids) if mask is None else [bool(flag) for flag in mask]
             rollout = Rollout(
                 prompt_ids=[int(token) for token in returned["prompt_ids"][i]],

@@ -3,7 +3,7 @@
 import asyncio
 import math
 import re
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -214,10 +214,10 @@ def _plain_rollout(rollout: Rollout) -> Rollout:
         prompt_ids=list(rollout.prompt_ids),
         completion_ids=list(rollout.completion_ids),
         sampled=[bool(one) for one in rollout.sampled],
-        logprobs=_each(float, rollout.logprobs),
+        logprobs=_of_sampled(rollout.logprobs, rollout.sampled),
         completion=_text_or_messages(rollout.completion, "completion"),
         finish=finish,
-        entropies=_each(float, rollout.entropies),
+        entropies=_of_sampled(rollout.entropies, rollout.sampled),
         media=tuple(rollout.media),
         extras={_text(name): value for name, value in rollout.extras.items()},
         reused=int(rollout.reused),
@@ -236,6 +236,16 @@ def _plain_rollout(rollout: Rollout) -> Rollout:
 
 def _each(kind: Callable[[Any], Any], values: Iterable[Any] | None) -> list[Any] | None:
     return None if values is None else [kind(one) for one in values]
+
+
+def _of_sampled(values: Iterable[Any] | None, sampled: Sequence[Any]) -> list[float] | None:
+    """Numbers of the tokens that were sampled; others have none, whatever stands in their places (None, NaN, ...)."""
+    if values is None:
+        return None
+    own = list(values)
+    if len(own) != len(sampled):
+        return [float(one) for one in own]  # which the record refuses
+    return [float(one) if flag else 0.0 for one, flag in zip(own, sampled, strict=True)]
 
 
 def _text_or_messages(value: Any, name: str) -> str | list[Message]:
