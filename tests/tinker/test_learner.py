@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from covey.core.model import patched_forward
+from covey.policy.fused import GatedMLP, RMSNorm
 from covey.tinker.adapter import Adapter, AdapterSpec, layers_of
 from covey.tinker.errors import Refusal
 from covey.tinker.learner import AdamParams, Learner, checked, loss_of_rows
@@ -58,6 +59,16 @@ def plain_gradients(made, data, model):
         weights = torch.from_numpy(one.inputs["weights"].dense())
         (-weights * plain_logprobs(model, made.adapter, one)).sum().backward()
     return gradients(made)
+
+
+@pytest.mark.parametrize("train_mlp", [True, False])
+def test_norms_are_computed_fused_and_mlps_where_they_have_no_adapter(train_mlp):
+    made = learner(spec=AdapterSpec(4, seed=1, train_mlp=train_mlp))
+    made.forward_backward(DATA, *CROSS)
+    fused = {layer.function for layer in made._fused}
+    assert fused == ({RMSNorm} if train_mlp else {RMSNorm, GatedMLP})
+    for ours, plain in zip(gradients(made), plain_gradients(made, DATA, tiny.model()), strict=True):
+        torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("targets", ["next", "others", "two of each position"])

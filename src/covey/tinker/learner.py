@@ -1,6 +1,7 @@
 """Training of one adapter: gradients of many requests added up, then a step of AdamW."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from covey.core.batch import TrainBatch, distinct_prompts
+from covey.policy.fused import FusedLayer, find_fused_layers, fused_layers
 from covey.policy.lm_head.scores import TokenScores
 from covey.policy.scoring import TokenScorer
 from covey.tinker.adapter import Adapter, added
@@ -108,6 +110,7 @@ class Learner:
     steps: int = 0
     requests: int = 0  # whose gradients were added since the last step
     optimizer: torch.optim.AdamW = field(init=False)
+    _fused: list[FusedLayer] | None = field(default=None, init=False)  # layers that the adapter leaves as they are
 
     def __post_init__(self) -> None:
         self.optimizer = torch.optim.AdamW(self.adapter.parameters(), lr=0.0)
@@ -156,6 +159,16 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         self.requests = 0
 
+    @contextmanager
+    def _added(self) -> Iterator[None]:
+        """The model with the adapter within the context, to which backward passes belong, too."""
+        model = self.base.model
+        with added(model, self.adapter.low_rank()):
+            if self._fused is None:  # looked for here, as an MLP with an adapter is not computed fused
+                self._fused = find_fused_layers(model)
+            with fused_layers(self._fused):
+                yield
+
     def _score(self, rows: Sequence[Row], loss: Loss, config: Mapping[str, float], backward: bool) -> Scored:
         heads = [row.head for row in rows]
         logprobs: list[list[Tensor]] = [[] for _ in rows]  # of the positions from a row's head on, then before it
@@ -163,7 +176,7 @@ class Learner:
         for trained, numbers in micro_batches(rows, heads, self.base.token_budget):
             part, own = [rows[number] for number in numbers], [heads[number] for number in numbers]
             targets = torch.cat([targets_of(row)[head:] for row, head in zip(part, own, strict=True)])
-            with torch.set_grad_enabled(backward and trained), added(self.base.model, self.adapter.low_rank()):
+            with torch.set_grad_enabled(backward and trained), self._added():
                 found = self.base.logprobs([row.tokens for row in part], targets, own)
                 value = loss_of_rows(found, part, loss, config, own)
                 _check_finite(value, found, part, own, numbers)
@@ -188,7 +201,7 @@ class Learner:
         for part in parts_of(list(alike.values()), lambda numbers: heads[numbers[0]], self.base.token_budget):
             firsts = [numbers[0] for numbers in part]
             targets = torch.cat([targets_of(rows[first])[: heads[first]] for first in firsts])
-            with added(self.base.model, self.adapter.low_rank()):
+            with self._added():
                 found = self.base.logprobs([rows[first].tokens[: heads[first]] for first in firsts], targets)
             for numbers, one in zip(part, found.float().cpu().split([heads[first] for first in firsts]), strict=True):
                 for number in numbers:

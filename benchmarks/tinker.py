@@ -1,0 +1,496 @@
+"""Programs of the `tinker` client: does a recipe learn as `GRPOTrainer` does, and what does the wire cost?
+
+    python -m benchmarks.tinker --part recipe --seeds 1 2 3      # the cookbook's arithmetic recipe, unmodified
+    python -m benchmarks.tinker --part grpo --seeds 1 2 3        # the same task and settings with GRPOTrainer
+    python -m benchmarks.tinker --part clients                   # tokens per second of 1, 2, 4 and 8 clients at once
+    python -m benchmarks.tinker --part wire                      # a datum and a sample, through the client and not
+    python -m benchmarks.tinker --part datums                    # forward_backward against Covey's own micro-batches
+
+The recipe asks for sums of two numbers from 0 to 100, with an example before them, in at most 5 tokens. Its prompts
+depend on the number of the step alone, so that all runs of both ways get the same 24 times 8 sums, which do not repeat;
+seeds are those of the adapters and samples. *Before* are the samples of the first six steps and *after* those of the
+last six, 48 sums with 8 samples each, with 95% intervals over sums. `make test-tinker` makes the environment of the
+client. Results are appended to `benchmarks/tinker.jsonl`; what is there is not measured again.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.machine import describe, model_path
+from benchmarks.records import Records
+from covey.core.estimates import interval_of_mean, interval_of_share
+
+ROOT = Path(__file__).resolve().parents[1]
+STEPS, PROMPTS, GROUP, MAX_TOKENS, RANK, RATE = 24, 8, 8, 5, 16, 3e-4
+"""Of the arithmetic runs."""
+WINDOW = 6  # steps whose samples are counted together
+WAYS = {"recipe": "the recipe", "grpo": "`GRPOTrainer`"}
+ALPHA = 32  # scale of an adapter times its rank, as the server has it
+
+
+# ---- learning --------------------------------------------------------------------------------------------------------
+
+
+def recipe(model: str, python: str, seed: int, folder: Path) -> dict[str, Any]:
+    """Run the cookbook's recipe with a server of its own; the share of right samples for each sum of each step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    flags = {
+        "env": "arithmetic",
+        "model_name": model,
+        "renderer_name": "qwen3_instruct",
+        "loss_fn": "importance_sampling",
+        "groups_per_batch": PROMPTS,
+        "group_size": GROUP,
+        "learning_rate": RATE,
+        "lora_rank": RANK,
+        "max_steps": STEPS,
+        "seed": seed,
+        "log_path": folder.resolve() / "log",
+        "behavior_if_log_dir_exists": "delete",
+    }
+    program = [python, "-m", "tinker_cookbook.recipes.math_rl.train", *(f"{name}={one}" for name, one in flags.items())]
+    served = ["--model", model, "--seed", str(seed), "--checkpoints", str(folder / "states")]
+    server = [sys.executable, "-m", "covey.cli.main", "tinker-serve", *served, "--log", str(folder / "operations")]
+    without = ["env", "-u", "PYTHONPATH"]  # Covey is not where the recipe runs
+    used, began = _processor_seconds(), time.perf_counter()
+    with (folder / "output").open("w") as output:
+        subprocess.run([*server, "--", *without, *program], check=True, stdout=output, stderr=subprocess.STDOUT)
+    seconds = time.perf_counter() - began
+    found = [_shares_of(folder / "log", step) for step in range(STEPS)]
+    metrics = [json.loads(line) for line in (folder / "log/metrics.jsonl").read_text().splitlines()]
+    differences = [one["optim/kl_sample_train_v1"] for one in metrics if "optim/kl_sample_train_v1" in one]
+    return {
+        "shares": found,
+        "seconds": round(seconds, 1),
+        "processor_seconds": round(_processor_seconds() - used, 1),
+        "kl_sample_train": max(map(abs, differences)),
+    }
+
+
+def _shares_of(log: Path, step: int) -> list[float]:
+    """Share of right samples for each sum of a step, from the summaries that the recipe writes."""
+    (file,) = log.glob(f"**/iteration_{step:06d}/train_rollout_summaries.jsonl")
+    right: dict[int, list[float]] = {}
+    for line in file.read_text().splitlines():
+        rollout = json.loads(line)
+        right.setdefault(rollout["group_idx"], []).append(rollout["steps"][-1]["metrics"]["correct"])
+    return [statistics.fmean(right[group]) for group in sorted(right)]
+
+
+def _processor_seconds() -> float:
+    """Of this process and of its children that have ended."""
+    uses = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in uses)
+
+
+def sums_of(step: int) -> list[tuple[int, int]]:
+    """The sums that the recipe asks for in a step."""
+    import numpy as np
+
+    chance = np.random.RandomState(step)
+    return [(int(chance.randint(0, 101)), int(chance.randint(0, 101))) for _ in range(PROMPTS)]
+
+
+def prompt_of(terms: tuple[int, int]) -> str:
+    """The recipe's prompt, as its renderer for ChatML writes it."""
+    turns = [("user", "What is 4 + 5?"), ("assistant", "9"), ("user", f"What is {terms[0]} + {terms[1]}?")]
+    return "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns) + "<|im_start|>assistant\n"
+
+
+def grpo(model: str, seed: int, folder: Path) -> dict[str, Any]:
+    """The same task with GRPOTrainer: the same prompts in the same order, rewards, adapter, loss and optimizer."""
+    import re
+
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoTokenizer
+
+    from covey import GRPOConfig, GRPOTrainer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    shares: list[list[float]] = []
+
+    def reward(completion_ids: list[list[int]], answer: list[int], **_: Any) -> list[float]:
+        rewards, right = [], []
+        for ids, wanted in zip(completion_ids, answer, strict=True):
+            ended = ids[-1] == tokenizer.eos_token_id
+            numbers = re.findall(r"-?\d+", tokenizer.decode(ids[:-1] if ended else ids).replace(",", ""))
+            right.append(float(bool(numbers) and int(numbers[-1]) == wanted))
+            rewards.append(0.1 * (ended - 1) + right[-1])
+        shares.append([statistics.fmean(right[at : at + GROUP]) for at in range(0, len(right), GROUP)])
+        return rewards
+
+    rows = [{"prompt": prompt_of(one), "answer": sum(one)} for step in range(STEPS) for one in sums_of(step)]
+    layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+    args = GRPOConfig(
+        output_dir=str(folder),
+        seed=seed,
+        max_steps=STEPS,
+        per_device_train_batch_size=PROMPTS * GROUP,
+        num_generations=GROUP,
+        max_completion_length=MAX_TOKENS,
+        shuffle_dataset=False,
+        # a sum of token losses without a scale of the advantages, and AdamW, whose epsilon has the gradient's scale
+        loss_type="dr_grpo",
+        scale_rewards="none",
+        beta=0.0,
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        adam_beta2=0.95,
+        adam_epsilon=1e-8 / (PROMPTS * GROUP * MAX_TOKENS),
+        bf16=False,
+        gradient_checkpointing=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    used, began = _processor_seconds(), time.perf_counter()
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=reward,
+        args=args,
+        train_dataset=Dataset.from_list(rows),
+        peft_config=LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=layers),
+    )
+    trainer.train()
+    return {
+        "shares": shares,
+        "seconds": round(time.perf_counter() - began, 1),
+        "processor_seconds": round(_processor_seconds() - used, 1),
+    }
+
+
+def before_and_after(records: Records) -> str:
+    """Markdown: shares of right samples in the first and the last steps, of each seed and way."""
+    lines = ["| | seed | before | after | minutes | processor minutes |", "|---|---|---|---|---|---|"]
+    for part, name in WAYS.items():
+        for run in sorted(records.find(part=part), key=lambda run: run["seed"]):
+            cells = [
+                name,
+                str(run["seed"]),
+                *(_share(run["shares"][at], GROUP) for at in (slice(WINDOW), slice(-WINDOW, None))),
+            ]
+            cells += [f"{run[key] / 60:.1f}" for key in ("seconds", "processor_seconds")]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def curves(records: Records) -> str:
+    """Markdown: the same by six steps over all seeds, and the difference of the two ways, which get the same sums."""
+    lines = ["| steps | " + " | ".join(WAYS.values()) + " | difference |", "|---|---|---|---|"]
+    runs = {part: [run["shares"] for run in records.find(part=part)] for part in WAYS}
+    if not all(runs.values()):
+        return ""
+    for first in range(0, STEPS, WINDOW):
+        by_sum = {
+            part: [
+                statistics.fmean(one)
+                for step in range(first, first + WINDOW)
+                for one in zip(*(run[step] for run in found), strict=True)
+            ]
+            for part, found in runs.items()
+        }
+        differences = [served - own for served, own in zip(*by_sum.values(), strict=True)]
+        low, high = interval_of_mean(differences)
+        cells = [f"{first + 1} to {first + WINDOW}"]
+        cells += [_share([values], GROUP * len(runs[part])) for part, values in by_sum.items()]
+        cells.append(f"{100 * statistics.fmean(differences):+.1f} ({100 * low:+.1f} to {100 * high:+.1f})")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _share(steps: Sequence[Sequence[float]], draws: int) -> str:
+    """The mean over sums, in percent, with its interval."""
+    values = [value for step in steps for value in step]
+    low, high = interval_of_share(values, draws)
+    return f"{100 * statistics.fmean(values):.1f}% ({100 * low:.1f} to {100 * high:.1f})"
+
+
+# ---- what a program costs --------------------------------------------------------------------------------------------
+
+
+class Program:
+    """`tinker_program.py` in the client's environment, connected to a server; a context in which it runs."""
+
+    def __init__(self, python: str, url: str):
+        self._command = [python, "-P", "-W", "ignore", str(ROOT / "benchmarks/tinker_program.py")]
+        added = {"TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-local", "TINKER_TELEMETRY": "0"}
+        self._environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | added
+
+    def __enter__(self) -> "Program":
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(self._command, env=self._environment, stdin=pipe, stdout=pipe, text=True)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def ask(self, do: str, **settings: Any) -> dict[str, Any]:
+        """Let the program do something; its finding, its seconds, and the processor's in both processes."""
+        used = time.process_time()
+        assert self._process.stdin is not None and self._process.stdout is not None, "both are pipes"
+        self._process.stdin.write(json.dumps({"do": do, **settings}) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        assert answer, "the program ended"
+        found: dict[str, Any] = json.loads(answer)
+        return found | {"server_processor_seconds": time.process_time() - used}
+
+
+def tokens_of(count: int, seed: int, vocabulary: int = 200) -> list[int]:
+    return torch.randint(10, vocabulary, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def sequences_of(groups: int, group: int, prompt: int, completion: int) -> list[list[int]]:
+    """Sequences of groups that have a prompt in common."""
+    return [
+        tokens_of(prompt, number) + tokens_of(completion, 1000 + group * number + member)
+        for number in range(groups)
+        for member in range(group)
+    ]
+
+
+def clients(model: str, python: str, folder: Path, counts: Sequence[int] = (1, 2, 4, 8)) -> dict[str, Any]:
+    """Tokens per second of several clients at once: 8 samples of 32 tokens, then a step on 4 datums of 100, of each."""
+    from covey.tinker.build import serve
+
+    found: dict[str, Any] = {}
+    prompts, sequences = [tokens_of(32, 1), tokens_of(32, 2)], sequences_of(1, 4, 36, 64)
+    with serve(model, checkpoints=folder / "states") as url, Program(python, url) as program:
+        program.ask("open", model=model, clients=max(counts), rank=RANK, tokens=tokens_of(8, 3))
+        program.ask("sample", clients=1, prompts=prompts, n=1, tokens=2)
+        for count in counts:
+            for name, asked in {
+                "sample": {"prompts": prompts, "n": 4, "tokens": 32},
+                "train": {"sequences": sequences, "head": 35, "steps": True},
+            }.items():
+                one = program.ask(name, clients=count, **asked)
+                print(name, count, one, flush=True)
+                by = {key: round(one["found"] / one[key], 1) for key in ("seconds", "server_processor_seconds")}
+                found[f"{name}-{count}"] = {"tokens": one["found"], **{f"tokens_per_{key}": by[key] for key in by}}
+    return found
+
+
+def wire(python: str, folder: Path, rounds: int) -> dict[str, Any]:
+    """Milliseconds of a datum of 200 tokens and of a sample of 16, through the client and in process.
+
+    The model is so small that the difference is that of the wire: 64 datums in one request, 64 requests for one sample.
+    """
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    from covey.engines.native.adapter_engine import AdapterEngine
+    from covey.tinker.build import opened
+    from covey.tinker.server import served
+    from covey.tinker.service import Settings
+
+    words = Tokenizer(WordLevel({str(number): number for number in range(256)}, unk_token="0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    tiny = LlamaForCausalLM(LlamaConfig(vocab_size=256, num_key_value_heads=1, tie_word_embeddings=True, **sizes))
+    sequences, prompts = sequences_of(8, 8, 100, 100), [tokens_of(32, number) for number in range(64)]
+    times: dict[str, list[dict[str, float]]] = {}
+    with opened(tiny, Settings(("tiny",)), folder / "tiny", tokenizer=tokenizer) as service:
+        learner = _learner(service)
+        engine = AdapterEngine(lambda: tiny, pad_token_id=0, eos_token_ids=set(), adapters=dict)
+        with served(service) as url, Program(python, url) as program:
+            program.ask("open", model="tiny", clients=1, rank=RANK, tokens=tokens_of(8, 3))
+            for _ in range(rounds + 1):
+                ways = {
+                    "datum": lambda: program.ask("train", clients=1, sequences=sequences, head=99, steps=False),
+                    "datum in process": lambda: _trained(learner, sequences, 99),
+                    "sample": lambda: program.ask("sample", clients=1, prompts=prompts, n=1, tokens=16),
+                    "sample in process": lambda: _sampled(engine, prompts, 16),
+                    "sample alone": lambda: program.ask("sample", clients=1, prompts=prompts[:1], n=1, tokens=16),
+                    "sample alone in process": lambda: _sampled(engine, prompts[:1], 16),
+                }
+                for name, way in ways.items():
+                    times.setdefault(name, []).append(_timed(way))
+    found: dict[str, Any] = {}
+    for name, taken in times.items():
+        count = 1 if "alone" in name else 64
+        for key in ("seconds", "processor_seconds"):
+            median = statistics.median(one[key] for one in taken[1:])  # the first warms up
+            found.setdefault(name, {})[f"milli{key}"] = round(1000 * median / count, 3)
+    return found
+
+
+def _timed(way: Callable[[], Any]) -> dict[str, float]:
+    """Seconds, and the processor's in this process and in the client's."""
+    began, used = time.perf_counter(), time.process_time()
+    answer = way()
+    seconds, used = time.perf_counter() - began, time.process_time() - used
+    if isinstance(answer, dict):
+        seconds, used = answer["seconds"], used + answer["processor_seconds"]
+    return {"seconds": seconds, "processor_seconds": used}
+
+
+def _learner(service: Any) -> Any:
+    """An adapter over a service's model, without its wire."""
+    from covey.tinker.adapter import Adapter, AdapterSpec
+    from covey.tinker.learner import Learner
+
+    return Learner(service.base, Adapter.new(service.base.model, AdapterSpec(RANK)))
+
+
+def _trained(learner: Any, sequences: Sequence[list[int]], head: int) -> None:
+    """forward_backward in process, on what `tinker_program.py` sends."""
+    import numpy as np
+
+    from covey.tinker.losses import LOSSES
+    from covey.tinker.wire import Datum, WireTensor
+
+    data = []
+    for number, tokens in enumerate(sequences):
+        length = len(tokens) - 1
+        given = {
+            "target_tokens": np.array(tokens[1:], np.int64),
+            "logprobs": np.array([0.0] * head + [-1.0] * (length - head), np.float32),
+            "advantages": np.array([0.0] * head + [1.0 if number % 2 else -1.0] * (length - head), np.float32),
+        }
+        data.append(Datum(tokens[:-1], {name: WireTensor(values, (length,)) for name, values in given.items()}))
+    learner.forward_backward(data, LOSSES["importance_sampling"], {})
+
+
+def _sampled(engine: Any, prompts: Sequence[list[int]], tokens: int) -> None:
+    from covey.core.engine import SampleRequest, SamplingParams
+
+    async def main() -> None:
+        params = SamplingParams(max_tokens=tokens)
+        with engine.awake():
+            await asyncio.gather(*(engine.generate(SampleRequest([*one, 3], 1, params, [0])) for one in prompts))
+
+    asyncio.run(main())
+
+
+def datums(model: str, folder: Path, rounds: int, groups: int) -> dict[str, Any]:
+    """Processor seconds of forward_backward of groups of 8 datums of 200 tokens, and of GRPOTrainer on the same tokens.
+
+    In pairs, each with micro-batches of its own size; half of the tokens are the group's prompt.
+    """
+    from peft import LoraConfig
+    from transformers import AutoTokenizer
+
+    from covey import GRPOConfig, GRPOTrainer
+    from covey.engines.scripted import ScriptedEngine
+    from covey.tinker.build import opened
+    from covey.tinker.service import Settings
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rows = [
+        {"prompt": tokenizer.decode([*tokens_of(48, number, 40000)] * 2)} for number in range(groups * (rounds + 1))
+    ]
+    args = GRPOConfig(
+        output_dir=str(folder / "datums"),
+        max_steps=rounds + 1,
+        per_device_train_batch_size=8 * groups,
+        num_generations=8,
+        max_completion_length=100,
+        loss_type="dr_grpo",
+        beta=0.0,
+        bf16=False,
+        gradient_checkpointing=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        record="off",
+        engine_parity="off",
+    )
+    layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=lambda completions, **_: [float(number % 8) for number in range(len(completions))],
+        args=args,
+        train_dataset=rows,
+        peft_config=LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=layers),
+    )
+    scripted = ScriptedEngine(lambda prompt, seed: tokens_of(100, seed % 1000003, 40000))
+
+    async def generate(request: Any) -> Any:
+        scripted.version = trainer.state.global_step  # that of the policy
+        return await scripted.generate(request)
+
+    trainer.collector.engine.generate = generate
+    pairs: list[tuple[float, float]] = []
+    with opened(model, Settings(("model",)), folder / "datums-states") as service:
+        learner, gradients = _learner(service), trainer.updates.gradients
+
+        def both(model: Any, micro_step: Any) -> Any:
+            began = time.process_time()
+            result = gradients(model, micro_step)
+            own = time.process_time() - began
+            sequences, head = [], 0
+            for batch in micro_step.micro_batches:
+                prompts = [one.tolist() for one in batch.prompts()]
+                for group, one in zip(batch.groups.tolist(), batch.completions(), strict=True):
+                    sequences.append([*prompts[group], *one.tolist()])
+                    head = len(prompts[group]) - 1
+            began = time.process_time()
+            _trained(learner, sequences, head)
+            pairs.append((own, time.process_time() - began))
+            print(len(sequences), len(sequences[0]), len(micro_step.micro_batches), pairs[-1], flush=True)
+            return result
+
+        trainer.updates.gradients = both
+        trainer.train()
+    ratios = [served / own for own, served in pairs[1:]]  # the first allocates
+    return {
+        "datums": 8 * groups,
+        "pairs": len(ratios),
+        "ratio": round(statistics.median(ratios), 3),
+        "least": round(min(ratios), 3),
+        "largest": round(max(ratios), 3),
+        "trainer_processor_seconds": round(statistics.median(own for own, _ in pairs[1:]), 2),
+        "server_processor_seconds": round(statistics.median(served for _, served in pairs[1:]), 2),
+    }
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=("recipe", "grpo", "clients", "wire", "datums"))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--model", help="model folder; SmolLM2-135M-Instruct unless given")
+    parser.add_argument("--python", default=str(ROOT / ".venv-tinker-newest/bin/python"), help="has the client")
+    parser.add_argument("--rounds", type=int, default=5, help="of wire and datums")
+    parser.add_argument("--groups", type=int, default=8, help="of 8 datums, in datums")
+    parser.add_argument("--output", type=Path, default=Path("runs/tinker"), help="for logs and saved states")
+    parser.add_argument("--records", type=Path, default=ROOT / "benchmarks/tinker.jsonl")
+    given = parser.parse_args()
+    model, records = model_path(given.model), Records(given.records)
+    if given.part in ("recipe", "grpo"):
+        for seed in given.seeds:
+            if records.find(part=given.part, seed=seed):
+                continue
+            folder = given.output / f"{given.part}-{seed}"
+            found = recipe(model, given.python, seed, folder) if given.part == "recipe" else grpo(model, seed, folder)
+            records.add(part=given.part, seed=seed, **found, machine=describe(torch.get_num_threads()))
+        print(before_and_after(records), curves(records), sep="\n\n")
+    elif given.part is not None:
+        if given.part == "clients":
+            found = clients(model, given.python, given.output)
+        elif given.part == "wire":
+            found = wire(given.python, given.output, given.rounds)
+        else:
+            found = datums(model, given.output, given.rounds, given.groups)
+        print(json.dumps(records.add(part=given.part, **found, machine=describe(torch.get_num_threads()))))
+
+
+if __name__ == "__main__":
+    main()
