@@ -56,7 +56,7 @@ def test_experts_of_another_model_are_refused(shape):
 
 @pytest.mark.parametrize("expert", [8, -1])
 def test_experts_that_there_are_not_are_refused(expert):
-    with pytest.raises(ValueError, match=f"expert {expert} came"):
+    with pytest.raises(ValueError, match=f"expert {expert}"):
         SHAPE.of_server(np.full((1, 2, 2), expert))
 
 

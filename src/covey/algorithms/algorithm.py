@@ -18,7 +18,7 @@ from covey.runtime.registry import Registry
 
 
 class Members(NamedTuple):
-    """Completions that are compared with each other; a subgroup with fewer than G ends with 0 tokens and -1."""
+    """Completions that are compared with each other; smaller subgroups are padded: 0 tokens, role and game -1."""
 
     lengths: Tensor  # [P, G] tokens of each
     roles: Tensor  # [P, G] int64, index into `role_names`
@@ -32,9 +32,10 @@ class Algorithm:
 
     Attributes:
         name: shown in messages and model cards.
-        totals: (rewards [..., F], reward weights [F], KL penalty [...] or None) -> total rewards [...], NaN for none.
-        advantages: (rewards [P, G, F], reward weights [F], KL penalty [P, G] or None, with `reads_members` the
-            `Members` [P, G]) -> advantages [P, G], or [P, G, T] where each token has its own.
+        totals: (rewards [..., F], reward weights [F], KL divergence [...] or None) -> total rewards [...], NaN where
+            no function gave a reward.
+        advantages: (rewards [P, G, F], reward weights [F], KL divergence [P, G] or None) -> advantages [P, G], or
+            [P, G, T] where each token has its own. With `reads_members` it has a fourth argument, `Members`.
         step_advantages: the same for rewards of steps: (the steps of each function that rewards steps, these functions'
             weights [F'], the subgroup of each completion [B]) -> the advantages of all steps [S], concatenated over the
             functions.
@@ -43,6 +44,7 @@ class Algorithm:
         weighting: average of token losses.
         kl_in_reward: the KL penalty is part of the reward (RLOO) rather than of the loss (GRPO).
         beta: weight of the KL penalty.
+        reads_members: `advantages` reads the lengths, roles and games of completions.
         token_baseline: outcomes are compared again at each token, weighted by energies (`optimal_token_baseline`).
         comparison: which completions of a prompt are compared with each other.
     """
@@ -72,8 +74,10 @@ class LossType:
         ratio_level: a level that the loss prescribes; None takes `importance_sampling_level` from the config.
         mismatch_in_surrogate: the surrogate applies the engine/trainer mismatch weights itself.
         zero_without_advantage: an advantage of 0 makes the token loss 0, so such rollouts need not be run.
-        credits_tokens: each token has an advantage of its own, as rewards of steps need. None: as the ratio level has.
-        reads: options of the config that the surrogate reads, so that others are pointed out; None: it may read any.
+        credits_tokens: each token has an advantage of its own, as rewards of steps need. None: true unless the ratio
+            level is "sequence".
+        reads: options of the config that the surrogate reads, so that a run can warn of others that are set and have
+            no effect; None: it may read any.
         needs_entropies: the surrogate reads the entropies of tokens.
         choice: config -> `Objective.choice`, or None.
     """

@@ -1,7 +1,7 @@
-"""Comparison of completions: which ones of a prompt are compared with each other, by the seats they played in.
+"""Comparison of completions of a prompt by the seats of a game that they were played in.
 
 A comparison gives every completion a key. Completions of one prompt with equal keys form a *subgroup*, and a method
-computes its advantages on subgroups in the place of groups. `role_average` compares with a running mean instead.
+computes its advantages within subgroups instead of groups. `role_average` compares with a running mean instead.
 
 Letters: N completions in whole groups, P subgroups, G completions of the largest, F reward functions.
 """
@@ -29,20 +29,20 @@ class RolloutComparison:
     """Setting `compare` of a config, as a value."""
 
     by: str = "group"  # one of `COMPARISONS`
-    of_roles: Mapping[str, str] = field(default_factory=dict)  # roles that are compared otherwise: one of `WITHIN`
-    decay: float = 0.95  # of running means
-    scaled: bool = False  # running means: divide by the batch's deviation of each role
+    of_roles: Mapping[str, str] = field(default_factory=dict)  # role -> one of `WITHIN`, where it differs from `by`
+    decay: float = 0.95  # d of `RoleAverages`
+    scaled: bool = False  # with running means: divide by the standard deviation of each role in the batch
 
     @classmethod
     def of(cls, config: Any, scaled: bool) -> "RolloutComparison":
-        """The comparison of a config; roles that a mapping does not name are compared with their role."""
+        """The comparison of a config. With a mapping, roles that it does not name are compared by "role"."""
         if isinstance(config.compare, Mapping):
             return cls("role", dict(config.compare), config.role_decay)
         return cls(config.compare, decay=config.role_decay, scaled=scaled)
 
     @property
     def averages(self) -> bool:
-        """Completions are compared with running means."""
+        """True if completions are compared with running means."""
         return self.by == ROLE_AVERAGE
 
     def key(self, seat: GameSeat) -> tuple[str | int, ...]:
@@ -67,12 +67,12 @@ def whole_groups(count: int, group_size: int) -> Tensor:
 
 
 def gathered(values: Tensor, members_PG: Tensor, fill: float) -> Tensor:
-    """Values [N, ...] of the members of each subgroup, [P, G, ...], with `fill` where there is none."""
+    """Values [N, ...] arranged by subgroup, [P, G, ...], with `fill` where a subgroup has no member."""
     return torch.cat([values, values.new_full((1, *values.shape[1:]), fill)])[members_PG]
 
 
 def scattered(values_PG: Tensor, members_PG: Tensor, count: int) -> Tensor:
-    """Values of members, [P, G] or [P, G, T], back to their completions, [N] or [N, T]."""
+    """Inverse of `gathered`: values [P, G] or [P, G, T] by subgroup, put in the order of completions, [N] or [N, T]."""
     there = members_PG >= 0
     values = values_PG.new_zeros(count, *values_PG.shape[2:])
     values[members_PG[there]] = values_PG[there]
@@ -80,7 +80,7 @@ def scattered(values_PG: Tensor, members_PG: Tensor, count: int) -> Tensor:
 
 
 def numbers_of(members_PG: Tensor, count: int) -> Tensor:
-    """Number of the subgroup of each completion, [N] int64."""
+    """[N] int64, index of each completion's subgroup."""
     return scattered(torch.arange(len(members_PG))[:, None].expand_as(members_PG), members_PG, count)
 
 
@@ -106,7 +106,7 @@ class RoleAverages:
         return torch.tensor([self.baseline(one.environment, one.role) for one in seats], dtype=torch.float64)
 
     def update(self, scores: Scores, totals_N: Tensor) -> None:
-        """Add total rewards [N] of all processes; NaN is none."""
+        """Add the total rewards [N] of a rollout batch of all processes; NaN is no reward."""
         seats = scores.seats or [NO_SEAT] * len(scores.lengths)
         for seat, total in zip(seats, totals_N.tolist(), strict=True):
             if total == total:
@@ -122,7 +122,7 @@ class RoleAverages:
 
 
 def less_average(totals_N: Tensor, baselines_N: Tensor, scores: Scores, scaled: bool) -> Tensor:
-    """A = R - b, with `scaled` over the standard deviation of the role's in the batch plus ε; [N] float32, no NaN."""
+    """A = R - b, [N] float32 without NaN; with `scaled`, A is divided by std + ε over the role's A in the batch."""
     advantages = totals_N.double() - baselines_N
     if scaled:
         roles = [(one.environment, one.role) for one in scores.seats or [NO_SEAT] * len(totals_N)]
@@ -161,15 +161,15 @@ def check_comparison(
         games = [seat.game for seat in scores.seats]
         yield Finding.error(
             "roles-alone",
-            f"{named} leaves each of {len(scores.lengths)} rollouts alone: roles {', '.join(roles)}; games"
-            f" {min(games)} to {max(games)}. Nothing can be compared.",
-            "Use 'role', or sample more of a role in each game.",
+            f"{named} leaves each of {len(scores.lengths)} rollouts alone in its subgroup (roles {', '.join(roles)};"
+            f" games {min(games)} to {max(games)}), so there is nothing to compare it with.",
+            "Set compare='role', or sample more rollouts of a role in each game.",
         )
     elif pass_at_k is not None and int(sizes.min()) < pass_at_k:
         yield Finding.error(
             "roles-few",
-            f"{named} with advantages='pass_at_k' compares {int(sizes.min())} rollouts with each other, and"
-            f" pass_at_k={pass_at_k} needs that many at least.",
+            f"{named} with advantages='pass_at_k' compares only {int(sizes.min())} rollouts with each other, but"
+            f" pass_at_k={pass_at_k} needs at least {pass_at_k}.",
             f"Set pass_at_k to {max(int(sizes.min()), 1)} or less, or sample more of a role.",
         )
 
@@ -197,9 +197,9 @@ def check_zero_sum(
     dynamic: bool,
     difficulty: bool,
 ) -> Iterator[Finding]:
-    """Findings about prompts that are selected by their rewards, where those of a game's seats cancel.
+    """Findings about the selection of prompts by their rewards, if the rewards of a game's seats add up to 0.
 
-    `dynamic` and `difficulty`: selection by dynamic_sample and by prompt_sampler='difficulty'.
+    `dynamic` and `difficulty`: prompts are selected by dynamic_sample, by prompt_sampler='difficulty'.
     """
     selects = difficulty or (dynamic and comparison.by == "group")
     if not selects or not scores.seats:

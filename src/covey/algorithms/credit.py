@@ -33,13 +33,13 @@ BATCHES_WITHOUT_STEPS = 3  # rollout batches without rewards of steps, after whi
 
 @dataclass(frozen=True)
 class Credit:
-    """Advantages of N completions."""
+    """Advantages of N completions, stored at the tokens where steps and completions end."""
 
     lengths: Tensor  # [N] int64 completion tokens
     ends: Credited  # advantages at the ends of steps and completions
 
     def of_tokens(self, rows: slice) -> Tensor:
-        """Advantages of all tokens of some completions, flat, float32."""
+        """Advantages of all tokens of the completions `rows`, concatenated, float32."""
         start, stop, _ = rows.indices(len(self.lengths))
         mine = (self.ends.rows >= start) & (self.ends.rows < stop)
         ends = Credited(self.ends.rows[mine] - start, self.ends.ends[mine], self.ends.to_go[mine])
@@ -68,16 +68,27 @@ def assign_credit(
     energies: Tensor | None = None,
     baselines: Tensor | None = None,
 ) -> Credit:
-    """Compare completions by the algorithm's `comparison`: outcomes with outcomes and steps with steps.
+    """Advantages of N completions by the algorithm's `comparison`: outcomes against outcomes, steps against steps.
 
-    Completions of a group lie next to each other; `kl` [N] is a penalty in the reward, or None; `energies` of all
-    tokens are for `optimal_token_baseline`, and `baselines` [N] are the running means that are compared with.
+    Args:
+        algorithm: the method.
+        weights_F: weights of the reward functions.
+        scores: rewards of N completions; those of a group are consecutive.
+        group_size: completions per prompt, G.
+        kl: [N] KL divergence that is penalised in the reward, or None.
+        energies: of all completion tokens, concatenated, for `optimal_token_baseline`; or None.
+        baselines: [N] running means that completions are compared with (`RoleAverages`), or None.
+
+    Raises:
+        ValueError: rewards of steps, with a loss or a comparison that cannot use them.
+        CheckError: advantages per token, with rewards of steps or with a loss that cannot use them.
+        FloatingPointError: `kl` is NaN or infinite.
     """
     process = scores.process_functions
     if process and not algorithm.objective.credits_tokens:
         raise ValueError(
             "a reward function rewards steps, but this loss gives all tokens of a completion the same credit"
-            " (loss_type='gmpo', or importance_sampling_level='sequence'), so that it would be lost. Set"
+            " (loss_type='gmpo', or importance_sampling_level='sequence'), so the credit of steps would be lost. Set"
             " importance_sampling_level='sequence_token' or 'token', or choose another loss_type."
         )
     lengths = torch.tensor(scores.lengths, dtype=torch.long)
@@ -87,8 +98,8 @@ def assign_credit(
     if baselines is not None:
         if process:
             raise ValueError(
-                "compare='role_average' has running means of whole rollouts, but a reward function rewards steps."
-                " Compare them with each other (compare='role'), or return one reward for each rollout."
+                "compare='role_average' keeps running means of whole rollouts, but a reward function rewards steps."
+                " Set compare='role' to compare steps with each other, or return one reward for each rollout."
             )
         totals_N = algorithm.totals(rewards, weights_F, kl)
         outcome_N = less_average(totals_N, baselines, scores, algorithm.comparison.scaled)
@@ -101,7 +112,10 @@ def assign_credit(
         return Credit(lengths, _of_each_token(algorithm, outcome_N, lengths, process))
     if energies is not None:
         if process:
-            raise ValueError("advantages='otb' is for rewards of outcomes, but a reward function rewards steps.")
+            raise ValueError(
+                "advantages='otb' is for rewards of whole completions, but a reward function rewards steps. Return one"
+                " reward for each completion, or choose other advantages."
+            )
         known = torch.where(scores.rewards.isnan().all(1), torch.nan, outcome_N * algorithm.mix.outcome_weight)
         return Credit(lengths, optimal_token_baseline(known, energies, lengths, groups))
     if not process:  # the outcome alone, at the last token of each completion that has tokens
@@ -114,7 +128,7 @@ def assign_credit(
 
 
 def _of_each_token(algorithm: Algorithm, advantages_NT: Tensor, lengths: Tensor, process: list[int]) -> Credited:
-    """Advantages [N, T] of tokens, each of which ends a step of its own; CheckError where they cannot be used."""
+    """Credit of per-token advantages [N, T], each token being a step; CheckError where the run cannot use them."""
     given = "the function of `advantages` gives each token an advantage of its own"
     if process:
         raise CheckError.of(
@@ -132,10 +146,10 @@ def _of_each_token(algorithm: Algorithm, advantages_NT: Tensor, lengths: Tensor,
 
 
 class Judge(NamedTuple):
-    """Comparison of completions of one source, or of a run without sources."""
+    """Method and reward weights for the completions of one source, or of a run without sources."""
 
     algorithm: Algorithm
-    weights_F: Tensor  # of the reward functions
+    weights_F: Tensor  # weights of the reward functions
 
 
 JudgeOf = Callable[[str], Judge]  # by the name of a source, "" in a run without
@@ -149,7 +163,7 @@ def credit_by_source(
     energies: Tensor | None = None,
     baselines: Tensor | None = None,
 ) -> Credit:
-    """`assign_credit` for the completions of each source alone, by its own method."""
+    """`assign_credit` for the completions of each source, with the source's own method and reward weights."""
     if not scores.sources:
         return assign_credit(*judge_of(""), scores, group_size, kl, energies, baselines)
     lengths, parts = torch.tensor(scores.lengths, dtype=torch.long), []
@@ -165,7 +179,7 @@ def credit_by_source(
 
 
 def members_by_source(judge_of: JudgeOf, scores: Scores, group_size: int) -> Tensor:
-    """Completions that are compared with each other, [P, G] int64, by the comparison of each source; -1 for none."""
+    """Completions that are compared with each other, by the comparison of their source: [P, G] int64, -1 as padding."""
     if not scores.sources:
         return judge_of("").algorithm.comparison.subgroups(scores, group_size)
     parts = []
@@ -186,13 +200,13 @@ def weights_by_source(judge_of: JudgeOf, scores: Scores) -> Tensor:
 
 
 def signal_stats(credit: Credit, group_size: int) -> dict[str, Stat]:
-    """`frac_advantage_zero`: the share of groups without a signal; `credit` is that of rewards without a KL penalty."""
+    """`frac_advantage_zero`: the share of groups whose advantages are all 0; `credit` is without the KL penalty."""
     return {"frac_advantage_zero": Mean.of((~credit.has_signal().view(-1, group_size).any(1)).double().tolist())}
 
 
 @dataclass
 class UnreadSettings:
-    """Settings of process rewards that the user gave; a warning, if no reward function rewards steps."""
+    """Settings of process rewards that the user gave; they have no effect if no reward function rewards steps."""
 
     settings: dict[str, Any]
     patience: int = BATCHES_WITHOUT_STEPS
@@ -211,7 +225,7 @@ class UnreadSettings:
 
 
 def _members(scores: Scores, lengths: Tensor, members: Tensor) -> Members:
-    """The completions of each subgroup, as registered advantages get them."""
+    """Lengths, roles and games of each subgroup's completions, as registered advantages get them."""
     seats = scores.seats or [NO_SEAT] * len(lengths)
     names = tuple(sorted({one.role for one in seats}))
     roles, games = torch.tensor([(names.index(one.role), one.game) for one in seats]).view(-1, 2).unbind(1)
@@ -219,15 +233,16 @@ def _members(scores: Scores, lengths: Tensor, members: Tensor) -> Members:
 
 
 def _with_penalty(scores: Scores, process: list[int], groups: Tensor, kl: Tensor | None) -> Tensor:
-    """[N, F] rewards of outcomes; 0 in groups in which only steps are rewarded, if a KL penalty is part of the reward.
+    """[N, F] rewards of outcomes, NaN for none.
 
-    A completion without an outcome has advantage 0, but there the outcome is the penalty alone, which must act.
+    If a KL penalty is part of the reward, groups in which only steps are rewarded get an outcome of 0, so that their
+    penalty is compared: without an outcome it would be dropped.
     """
     outcomes = scores.outcomes()
-    if kl is not None and not kl.isfinite().all():  # a reward of NaN would count as none
+    if kl is not None and not kl.isfinite().all():  # a reward of NaN would count as an abstention
         raise FloatingPointError(
-            "the KL divergence from the reference model is NaN or infinite, so no reward can be penalised with it: the"
-            " weights of the policy or of the reference are, or one of them overflows."
+            "the KL divergence from the reference model is NaN or infinite, so it cannot be subtracted from rewards:"
+            " weights of the policy or the reference are NaN or infinite, or an activation overflows."
         )
     if kl is not None and process:
         with_outcome = groups[~outcomes.isnan().all(1)]
@@ -237,7 +252,7 @@ def _with_penalty(scores: Scores, process: list[int], groups: Tensor, kl: Tensor
 
 
 def step_stats(judge_of: JudgeOf, scores: Scores, names: Sequence[str], members_PG: Tensor) -> dict[str, Stat]:
-    """Metrics of rewards of steps, which are compared within subgroups; empty where there are none."""
+    """Metrics of the rewards of steps; empty if no reward function rewards steps."""
     stats: dict[str, Stat] = {}
     count = 0
     for function in scores.process_functions:
@@ -253,7 +268,7 @@ def step_stats(judge_of: JudgeOf, scores: Scores, names: Sequence[str], members_
 
 
 def spread_by_source(judge_of: JudgeOf, scores: Scores, members_PG: Tensor) -> tuple[Tensor, Tensor]:
-    """`spread_of_rewards` with the weights of each source; a subgroup's completions are of one."""
+    """`spread_of_rewards` with each source's weights; the completions of a subgroup belong to one source."""
     if not scores.sources:
         return spread_of_rewards(scores, judge_of("").weights_F, members_PG)
     labels = [scores.sources[int(members[members >= 0][0])] for members in members_PG]
@@ -266,9 +281,9 @@ def spread_by_source(judge_of: JudgeOf, scores: Scores, members_PG: Tensor) -> t
 
 
 def spread_of_rewards(scores: Scores, weights_F: Tensor, members_PG: Tensor) -> tuple[Tensor, Tensor]:
-    """Total rewards of outcomes [P, G], and each group's variance [P] of the rewards of steps; NaN for none.
+    """Total rewards of outcomes [P, G], and the variance of each group's rewards of steps [P]; NaN for none.
 
-    The latter is the sum over process functions of their variance times the square of their weight.
+    The variance is Σ_f w_f² var_f over the functions f that reward steps.
     """
     totals_PG = gathered(weighted_total(scores.outcomes(), weights_F), members_PG, torch.nan)
     variances_P = torch.full((len(totals_PG),), torch.nan, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""GRPO and the losses descended from it: one row of the table each.
+"""GRPO and the losses derived from it: one row of the table of losses each.
 
 A new published loss is a surrogate in `covey.core.losses` and a row here.
 """
@@ -25,7 +25,7 @@ VESPO = {name[6:]: name for name in ("vespo_k_pos", "vespo_lambda_pos", "vespo_k
 
 
 def with_fields(function: Callable[..., Any], **fields: str) -> Callable[[Any], Any]:
-    """Config to `function` with keyword arguments from the named fields of the config."""
+    """A function of a config that binds keyword arguments of `function` to fields of that config."""
     return lambda config: partial(function, **{name: getattr(config, field) for name, field in fields.items()})
 
 
@@ -33,7 +33,7 @@ with_epsilons = partial(with_fields, epsilon_low="epsilon", epsilon_high="resolv
 
 
 def clip_fractions(config: Any) -> losses.SurrogateStats:
-    """Clip fractions, of sequences where a sequence has one ratio."""
+    """Metrics of clipping, counted per sequence where all tokens of a sequence have one ratio, else per token."""
     per_sequence = ratio_level(config) in (losses.sequence_level, losses.sequence_sum_level)
     low, high = 1 - config.epsilon, 1 + config.resolved_epsilon_high
     return partial(losses.clip_stats, low=low, high=high, per_sequence=per_sequence)
@@ -89,7 +89,7 @@ def objective(config: Any, *, kl_in_reward: bool = False) -> Objective:
         surrogate=row.surrogate(config),
         stats=row.stats(config) if row.stats else None,
         ratio_level=level,
-        # a sequence's ratio has one gradient, which goes through all of its tokens
+        # a ratio of the whole sequence mixes the gradients of its tokens, so they cannot have advantages of their own
         credits_tokens=level is not losses.sequence_level if row.credits_tokens is None else row.credits_tokens,
         beta=0.0 if kl_in_reward else config.beta,
         kl=losses.KL_ESTIMATORS[config.kl_estimator],
@@ -105,9 +105,10 @@ def objective(config: Any, *, kl_in_reward: bool = False) -> Objective:
 def method(
     name: str, config: Any, totals: Any, advantages: Any, step_advantages: Any, *, kl_in_reward: bool, scaled: bool
 ) -> Algorithm:
-    """A method by its total rewards and advantages, which take the config first; all else is the config's.
+    """An `Algorithm` from a method's functions for total rewards and advantages; the rest is read from the config.
 
-    `scaled`: the method divides advantages by the deviation of the batch.
+    The functions have the config as their first argument. `scaled`: with compare='role_average', divide advantages by
+    the standard deviation of each role in the batch.
     """
     return Algorithm(
         name=name,
@@ -143,7 +144,7 @@ def _totals(config: Any, rewards: Tensor, weights_F: Tensor, kl: Tensor | None) 
 
 
 def compared(config: Any, total_PG: Tensor, rewards_PGF: Tensor, members: tuple[Members, ...], usual: Any) -> Tensor:
-    """Advantages of total rewards: those that the config names, or the method's `usual` ones."""
+    """Advantages of total rewards: by the function that `config.advantages` names, else the method's `usual` one."""
     return registered_advantages(config, total_PG, rewards_PGF, *members) if config.advantages else usual(total_PG)
 
 

@@ -15,7 +15,7 @@ from covey.algorithms.registered import AdvantageInputs, register_advantages
 from covey.core.advantages import EPSILON, centred, nanstd
 from covey.core.losses import SurrogateInputs, clip, token_level
 
-TIE = 1e-5  # covariances that differ by less are equal, so that rounding chooses nothing
+TIE = 1e-5  # covariances that differ by less count as equal, so that rounding does not decide which token is chosen
 
 
 def reinforce_plus_plus(x: AdvantageInputs) -> Tensor:
@@ -37,21 +37,26 @@ def maxrl(x: AdvantageInputs) -> Tensor:
 
 
 def gpg(x: AdvantageInputs) -> Tensor:
-    """A = (R - mean_group) · P / (P - P_0), P_0 groups of equal rewards among P (GPG, arXiv 2504.02546)."""
+    """A = (R - mean_group) · P / (P - P_0), where P_0 of P groups have equal rewards (GPG, arXiv 2504.02546)."""
     difference = centred(x.totals)
     telling = (difference.nan_to_num(0.0) != 0).any(1).sum()
     return difference * len(difference) / telling.clamp(min=1)
 
 
 def opo(x: AdvantageInputs) -> Tensor:
-    """A = R - Σ l R / Σ l over the group, l the lengths: the optimal baseline (OPO, arXiv 2505.23585)."""
+    """A = R - Σ l R / Σ l over the group, with lengths l: the optimal baseline (OPO, arXiv 2505.23585).
+
+    0 in groups of equal rewards.
+    """
     lengths = torch.where(x.totals.isnan(), 0.0, x.lengths)
     baseline = (lengths * x.totals).nansum(1, keepdim=True) / lengths.sum(1, keepdim=True).clamp(min=1)
     return torch.where(centred(x.totals).nan_to_num(0.0).any(1, keepdim=True), x.totals - baseline, 0.0)
 
 
 def pass_at_k(x: AdvantageInputs) -> Tensor:
-    """Advantages of a completion as a member of all groups of k, of which the best counts (arXiv 2508.10751, §2.4).
+    """Average advantage over all subsets of k that hold a completion, each rewarded with the best reward in it.
+
+    Pass@k training (arXiv 2508.10751, §2.4), computed exactly.
 
     With m of n completions wrong (reward at most 0): mean = 1 - C(m, k) / C(n, k), std = √(mean (1 - mean)), and
     A = (1 - mean) / std if it is right, (1 - mean - C(m-1, k-1) / C(n-1, k-1)) / std if it is wrong.
@@ -68,7 +73,7 @@ def pass_at_k(x: AdvantageInputs) -> Tensor:
 
 
 def otb(x: AdvantageInputs) -> Tensor:
-    """A = R - mean_group, from which `optimal_token_baseline` continues once the tokens' energies are known."""
+    """A = R - mean_group, the input of `optimal_token_baseline` once the energies of tokens are known."""
     return centred(x.totals)
 
 
@@ -78,17 +83,17 @@ def dppo_tv(x: SurrogateInputs, *, low: float, high: float) -> Tensor:
 
 
 def dppo_kl(x: SurrogateInputs, *, low: float, high: float) -> Tensor:
-    """DPPO with KL(π_old || π) between them: π_old log(π_old/π) + (1-π_old) log((1-π_old)/(1-π))."""
+    """DPPO with KL(π_old || π) over the same two events: π_old log(π_old/π) + (1-π_old) log((1-π_old)/(1-π))."""
     old = x.old_logprobs.exp()
     rest, old_rest = (1 - x.logprobs.exp()).clamp(min=1e-7), (1 - old).clamp(min=1e-7)
     return _dppo(x, old * (x.old_logprobs - x.logprobs) + (1 - old) * (old_rest / rest).log(), low, high)
 
 
 def _dppo(x: SurrogateInputs, divergence: Tensor, low: float, high: float) -> Tensor:
-    """-r A, and 0 for a token that has gone too far in the direction of A (DPPO, arXiv 2602.04879).
+    """-r A, and 0 for a token whose probability has already moved far in the direction of A (DPPO, arXiv 2602.04879).
 
-    That is a divergence above `high` where A > 0 and the token's probability rose, above `low` where A < 0 and it
-    fell. Unlike a ratio, the divergence leaves rare tokens free.
+    Far is a divergence above `high` where A > 0 and the token's probability rose, above `low` where A < 0 and it fell.
+    Unlike a bound on the ratio, this does not clip tokens of small probability.
     """
     onwards = x.log_ratio.detach() * x.advantages > 0
     far = divergence.detach() > torch.where(x.advantages > 0, high, low)
@@ -101,12 +106,12 @@ def reinforce(x: SurrogateInputs) -> Tensor:
 
 
 def dro(x: SurrogateInputs, *, beta: float) -> Tensor:
-    """-(A log π - β/2 (log π - log π_old)²): a quadratic pull instead of clipping (DRO, arXiv 2405.19107)."""
+    """-(A log π - β/2 (log π - log π_old)²): a quadratic penalty instead of clipping (DRO, arXiv 2405.19107)."""
     return beta / 2 * (x.logprobs - x.old_logprobs).square() - x.advantages * x.logprobs
 
 
 def kl_cov(x: SurrogateInputs, *, coef: float) -> Tensor:
-    """-r A, for chosen tokens plus β KL(π_old || π), estimated by r - log r - 1 (KL-Cov, arXiv 2505.22617, §4.2)."""
+    """-r A + coef · [chosen] KL(π_old || π), with r - log r - 1 as the estimate (KL-Cov, arXiv 2505.22617, §4.2)."""
     loss = -x.ratio * x.advantages
     return loss if x.chosen is None else torch.where(x.chosen, loss + coef * (x.ratio - x.log_ratio - 1), loss)
 
@@ -122,7 +127,7 @@ def covariances(logprobs: Tensor, advantages: Tensor) -> Tensor:
 
 
 def most_covariant(logprobs: Tensor, advantages: Tensor, keys: Tensor, *, share: float) -> Tensor:
-    """The share·N tokens of largest covariance, one at least: KL-Cov's. Ties count as one."""
+    """[N] bool: the share · N tokens of largest covariance, at least one, and all that tie with the last: KL-Cov."""
     covariance = covariances(logprobs, advantages)
     return covariance > covariance.topk(max(1, int(share * len(keys)))).values[-1] - TIE
 
@@ -130,7 +135,10 @@ def most_covariant(logprobs: Tensor, advantages: Tensor, keys: Tensor, *, share:
 def some_covariant(
     logprobs: Tensor, advantages: Tensor, keys: Tensor, *, share: float, low: float, high: float
 ) -> Tensor:
-    """share·N random tokens, one at least, of those whose covariance lies from `low` to `high`: Clip-Cov's."""
+    """[N] bool: share · N random tokens, at least one if possible, with a covariance from `low` to `high`: Clip-Cov.
+
+    `keys` [N] are random numbers: the smallest are chosen.
+    """
     covariance = covariances(logprobs, advantages)
     keys = torch.where((covariance >= low) & (covariance <= high), keys, torch.inf)
     return (keys <= keys.kthvalue(max(1, int(share * len(keys)))).values) & keys.isfinite()

@@ -1,4 +1,4 @@
-"""Losses and advantages by name: those that scripts register, and checks of what they return."""
+"""Registration of losses and advantages by name, and checks of what the registered functions return."""
 
 import inspect
 import traceback
@@ -39,7 +39,8 @@ def register_loss(
         `surrogate`.
 
     Raises:
-        ValueError: the name is taken. In training: it fails, or returns no token losses [N] with a gradient.
+        ValueError: the name is taken. In training: the surrogate fails, or does not return [N] losses with a gradient.
+        TypeError: the surrogate cannot be called with one argument.
     """
     _check_call("register_loss", name, surrogate, "SurrogateInputs")
     row = LossType(lambda config: _checked(name, surrogate), weighting, zero_without_advantage=zero_without_advantage)
@@ -52,7 +53,7 @@ _SURROGATES: dict[str, Surrogate] = {}  # by name, as they were given to `regist
 
 
 def register_loss_of_file(name: str, surrogate: Surrogate) -> None:
-    """Register a function under its `file.py:name`, as its file registers it, or else with the defaults."""
+    """Register a loss under `file.py:name`, with the options of its file's `register_loss`, or else the defaults."""
     own = next((one for one, given in _SURROGATES.items() if given is surrogate), None)
     if own is None:
         register_loss(name, surrogate)
@@ -72,7 +73,9 @@ def _check_call(registers: str, name: str, function: Callable[..., Any], given: 
 
 
 def _checked(name: str, surrogate: Surrogate) -> Surrogate:
-    """The surrogate; its results are checked, the first one with a gradient for having it."""
+    """The surrogate with checks of its results: shape, dtype, finite values and, on its first use in training, a
+    gradient.
+    """
     trains = False
 
     def checking(x: SurrogateInputs) -> Tensor:
@@ -110,14 +113,14 @@ def _checked(name: str, surrogate: Surrogate) -> Surrogate:
 
 
 def _described(error: Exception) -> str:
-    """Line of the user's file and what it raised, as the command line shows no traceback."""
+    """The line of the user's file and its error in one sentence, because the command line shows no traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     last = ([frame for frame in frames if "site-packages" not in frame.filename] or frames)[-1]
     return f"line {last.lineno} of {last.filename}: {format_error(error)}."
 
 
 def _absent(x: SurrogateInputs, error: Exception) -> str:
-    """Advice about inputs that nothing asked for, where the error is about None."""
+    """Advice for an error about None: which inputs are None because nothing asked for them, and how to get them."""
     advice = {"entropies": "call register_loss(..., entropies=True)", "ref_logprobs": "set beta above 0"}
     missing = [f" x.{name} is None: {how}." for name, how in advice.items() if getattr(x, name) is None]
     return "".join(missing) if "NoneType" in str(error) else ""
@@ -142,7 +145,7 @@ class AdvantageInputs(NamedTuple):
 Advantages = Callable[[AdvantageInputs], Tensor]
 """Rewards and lengths -> advantages of completions [P, G], or of each of their tokens [P, G, T]; NaN counts as 0.
 
-T is at least the largest length; what stands after a completion's last token is not read.
+T is at least the largest length; values after a completion's last token are not read.
 """
 
 ADVANTAGES: Registry[Advantages] = Registry("advantages")
@@ -150,20 +153,26 @@ ADVANTAGES: Registry[Advantages] = Registry("advantages")
 
 
 def register_advantages(name: str, function: Advantages) -> Advantages:
-    """Register `AdvantageInputs -> advantages`, [P, G] or [P, G, T], of all processes' groups, as `advantages=name`.
+    """Register a function `AdvantageInputs -> advantages`, [P, G] or [P, G, T], under `advantages=name`.
+
+    It is called with the groups of all processes together.
 
     Returns:
         The function.
 
     Raises:
-        ValueError: the name is taken.
+        ValueError: the name is taken. In training: the function fails, or returns another shape or an infinite value.
+        TypeError: the function cannot be called with one argument.
     """
     _check_call("register_advantages", name, function, "AdvantageInputs")
     return ADVANTAGES.register(name, function)
 
 
 def registered_advantages(config: Any, totals: Tensor, rewards: Tensor, members: Members) -> Tensor:
-    """Advantages [P, G] or [P, G, T] float32 by the function that the config names; 0 for one without a reward."""
+    """Advantages [P, G] or [P, G, T], float32, by the function that `config.advantages` names; 0 without a reward.
+
+    ValueError if the function fails, or returns another shape or an infinite value.
+    """
     numbers = totals.double(), rewards.double(), members.lengths.double()
     x = AdvantageInputs(*numbers, config.pass_at_k, members.roles, members.games, members.role_names)
     try:
@@ -180,6 +189,9 @@ def registered_advantages(config: Any, totals: Tensor, rewards: Tensor, members:
         )
     found = found.float()
     if found.isinf().any():
-        raise ValueError(f"advantages={config.advantages!r} returned an infinite advantage. 0 or NaN gives none.")
+        raise ValueError(
+            f"advantages={config.advantages!r} returned an infinite advantage; it must return finite numbers, and 0 or"
+            " NaN where there is no advantage."
+        )
     unknown = totals.isnan()[..., None] if of_tokens else totals.isnan()
     return torch.where(unknown, 0.0, found).nan_to_num(0.0)

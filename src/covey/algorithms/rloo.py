@@ -15,7 +15,7 @@ from covey.core.advantages import leave_one_out, weighted_total
 from covey.core.credit import Steps, steps_leave_one_out, steps_weighted
 from covey.core.losses import clip, mean_per_sequence, sequence_sum_level
 
-# With one advantage a rollout the token losses are all equal to the rollout's, so their mean is the rollout's loss.
+# If all tokens of a rollout have one advantage, each token's loss is the rollout's loss, and so is their mean.
 LOSS_TYPES.register(
     "rloo",
     LossType(with_epsilons(clip), mean_per_sequence, clip_fractions, ratio_level=sequence_sum_level, reads=EPSILONS),
@@ -42,7 +42,7 @@ def _advantages(config: Any, rewards_PGF: Tensor, weights_F: Tensor, kl_PG: Tens
 
 
 def _step_advantages(config: Any, parts: Sequence[Steps], weights_F: Tensor, groups_B: Tensor) -> Tensor:
-    """Each step's reward clipped, then the steps of the completion left out. The KL is the outcome's alone."""
+    """Clip each step's reward, then compare it with other completions' steps; the KL penalty is in the outcome."""
     if config.reward_clip_range is not None:
         parts = [part._replace(rewards=part.rewards.clamp(*config.reward_clip_range)) for part in parts]
     normalize, compared_with = config.normalize_advantages, config.step_baseline

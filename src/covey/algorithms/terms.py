@@ -1,4 +1,4 @@
-"""Terms of the loss besides the surrogate, by the config: a row of `TERMS` each (`covey.core.terms`)."""
+"""Further terms of the loss (`covey.core.terms`), made from the config: one function of `TERMS` each."""
 
 from collections.abc import Callable
 from functools import partial
@@ -30,7 +30,7 @@ def teacher_coefficient(config: Any) -> Coefficient:
 
 
 def teacher(config: Any) -> TokenTerm | None:
-    """The divergence from a teacher, which is only measured where the gap is added to the advantages."""
+    """The divergence from a teacher. With teacher_loss="advantage" it has weight 0 and is only measured."""
     if config.teacher is None:
         return None
     stats = partial(gap_stats, clip=config.teacher_clip)
@@ -59,14 +59,14 @@ def teacher_advantage(config: Any) -> TeacherAdvantage | None:
 
 
 def supervised(config: Any) -> TokenTerm | None:
-    """Cross-entropy on what others wrote in the policy's rollouts (ECHO, arXiv 2605.24517)."""
+    """Cross-entropy on the tokens of rollouts that the policy did not write (ECHO, arXiv 2605.24517)."""
     if config.supervised_roles is None:
         return None
     return TokenTerm("supervised", tokens_of_writers(config.supervised_roles), cross_entropy, lambda step: 1.0)
 
 
 def demonstrations_coefficient(config: Any) -> Coefficient:
-    """Weight of the demonstrations by the step; with a schedule it is μ, and the rewards' part has 1 - μ."""
+    """Weight of the demonstrations in each step; with a schedule it is μ, and surrogate and KL term have 1 - μ."""
     if config.demonstrations_schedule is None:
         return constant(config.demonstrations_coef)
     return lambda step: peak_and_valley(step, **config.demonstrations_schedule)
@@ -81,7 +81,7 @@ def demonstrations(config: Any) -> TokenTerm | None:
 
 
 def surrogate_coefficient(config: Any) -> Coefficient | None:
-    """Weight of surrogate and KL term next to the others, or None for 1."""
+    """Common weight of surrogate and KL term: 1 - μ with a schedule of demonstrations, else None, which is 1."""
     if config.demonstrations is None or config.demonstrations_schedule is None:
         return None
     mu = demonstrations_coefficient(config)

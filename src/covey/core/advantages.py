@@ -103,8 +103,8 @@ class Credited(NamedTuple):
     """Advantages at the tokens where a step or the completion ends; ordered by completion and end."""
 
     rows: Tensor  # [K] int64, completion of each end
-    ends: Tensor  # [K] int64, token, counted from the completion's first
-    to_go: Tensor  # [K] float64, advantage of that token and of all before it, back to the previous end
+    ends: Tensor  # [K] int64, index of the last token, counted from the completion's first
+    to_go: Tensor  # [K] float64, advantage of this token and of the tokens between the previous end and it
 
 
 def spread(credited: Credited, lengths_B: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def spread(credited: Credited, lengths_B: Tensor) -> Tensor:
         return torch.zeros(len(tokens), device=lengths_B.device)
     starts = segment_starts(lengths_B)
     ends = starts[credited.rows] + credited.ends
-    following = torch.searchsorted(ends, tokens).clamp(max=len(ends) - 1)  # the step of a token ...
-    last = expand(starts + lengths_B - 1, lengths_B)  # ... if it ends within the token's completion
+    following = torch.searchsorted(ends, tokens).clamp(max=len(ends) - 1)  # first end at or after each token
+    last = expand(starts + lengths_B - 1, lengths_B)  # last token of each token's completion
     inside = (ends[following] >= tokens) & (ends[following] <= last)
     return torch.where(inside, credited.to_go[following], 0.0).float()

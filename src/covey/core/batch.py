@@ -16,7 +16,7 @@ from covey.core.media import Media
 from covey.core.records import Rollout
 from covey.core.routes import some, spread, unknown_like
 
-LOSS_FIELDS = (  # numbers of each token that the loss reads
+LOSS_FIELDS = (  # [N] floating-point fields that the loss reads
     "advantages",
     "weights",
     "entropy_weights",
@@ -25,7 +25,7 @@ LOSS_FIELDS = (  # numbers of each token that the loss reads
     "engine_logprobs",
     "mismatch_weights",
 )
-WIDE_FIELDS = ("named_ids", "teacher_tops", "teacher_hidden")  # several numbers of each token, [N, K]
+WIDE_FIELDS = ("named_ids", "teacher_tops", "teacher_hidden")  # several numbers per token, [N, K]
 OF_ROLLOUTS = ("token_ids", "sampled", "observed", "jumps", "kept_counts", "chosen", "origin", "routes")
 TOKEN_FIELDS = (*OF_ROLLOUTS, *LOSS_FIELDS, "teacher_logprobs", "teacher_numbers", *WIDE_FIELDS)
 
@@ -42,8 +42,8 @@ UNREPORTED = {
     "teacher_hidden": 0.0,
     "teacher_numbers": -1,
 }
-"""Fill value for tokens without an engine log-prob, sampling mask, strand or origin in a batch where others have it,
-and for rows of `WIDE_FIELDS` that are narrower than others."""
+"""Fill values for tokens that lack a field which other tokens of the batch have, and for the columns that narrower rows
+of `WIDE_FIELDS` lack."""
 
 
 @dataclass(slots=True)
@@ -67,8 +67,8 @@ class TrainBatch:
     # group, so that a forward pass can share the prompt. Which rollouts are compared with one another for credit
     # follows from the order of sampling instead, G at a time.
     groups: Tensor
-    # [N] int64 or None: 0 for a token that follows the one before it; at the beginning of a strand
-    # (`covey.core.strands`) minus the tokens between the one that it follows and itself
+    # [N] int64 or None: 0 for a token that follows the one before it. At the first token of a strand
+    # (`covey.core.strands`), minus the number of tokens between the token that it follows and itself
     jumps: Tensor | None = None
     advantages: Tensor | None = None  # [N] float32, credit of each token (equal over a rollout unless given per step)
     # [N] float32, weight of each token's loss, 0 where not sampled. The loss's normaliser over one optimizer step and
@@ -79,7 +79,7 @@ class TrainBatch:
     ref_logprobs: Tensor | None = None  # [N] float32 or None, under the reference policy
     engine_logprobs: Tensor | None = None  # [N] float32 or None, by the sampling engine; NaN for rollouts without any
     mismatch_weights: Tensor | None = None  # [N] float32 or None, weights that correct the engine's distribution
-    chosen: Tensor | None = None  # [N] bool or None, tokens that `Objective.choice` named
+    chosen: Tensor | None = None  # [N] bool or None, tokens that `Objective.choice` selected
     teacher_logprobs: Tensor | None = None  # [N] float32 or None, by the rollout's teacher; NaN: it has none
     # Tokens of the loss's further terms (`covey.core.terms`) by the term's name: [N] float32, 0 for a token that is not
     # part of it, else its share (1, or a factor of its own); and [B] float32, the normaliser of each rollout over one
@@ -87,27 +87,27 @@ class TrainBatch:
     term_tokens: dict[str, Tensor] = field(default_factory=dict)
     term_scales: dict[str, Tensor] = field(default_factory=dict)
     origin: Tensor | None = None  # [N] int64 or None: the number of each token in the run's record
-    # [N] int64 or None, number of tokens that each token was drawn from (0: all), and their ids, one token's after the
-    # other's, [sum of kept_counts] int32: the sampling masks (`keep_sampling_mask`)
+    # sampling masks (`keep_sampling_mask`): [N] int64 or None, number of tokens that each token was drawn from (0:
+    # all), and the ids of these tokens, concatenated, [sum of kept_counts] int32
     kept_counts: Tensor | None = None
     kept_ids: Tensor | None = None
     # [N] int64 or None: who wrote each token (`Rollout.observed`), 0 in truncated completions that are masked
     observed: Tensor | None = None
-    # [N, K] int64 or None: tokens to score besides each token, -1 for none (`named` of `TokenScorer`)
+    # [N, K] int64 or None: further tokens to score at each position, -1 for none (`named` of `TokenScorer`)
     named_ids: Tensor | None = None
     teacher_tops: Tensor | None = None  # [N, K] float32 or None, log-probs of the named tokens by the rollout's teacher
-    # [N, H] or None, what the head of the rollout's teacher reads at each token, narrower ones filled up with 0; and
-    # [N] int64 or None, the number of that head where there are several, -1 without a teacher
+    # [N, H] or None, hidden states that the head of the rollout's teacher reads at each token, padded with 0 to the
+    # widest teacher; and [N] int64 or None, the number of that head if there are several, -1 without a teacher
     teacher_hidden: Tensor | None = None
     teacher_numbers: Tensor | None = None
-    # [N, L, k] and [M, L, k] uint8 or int16 or None: experts to send each token of the completions and of the prompts
-    # to (`covey.core.routes`). Both or neither; prompts of equal tokens and other routes are distinct.
+    # [N, L, k] and [M, L, k] uint8 or int16, or both None: experts to send each token of the completions and of the
+    # prompts to (`covey.core.routes`). Prompts with equal tokens but different routes are distinct.
     routes: Tensor | None = None
     prompt_routes: Tensor | None = None
     # [B] images of each rollout, on the CPU until their micro-batch runs, or None where no rollout has any
     media: list[tuple[Media, ...]] | None = None
-    entropy_threshold: float | None = None  # tokens with less are left out of the loss (`top_entropy_quantile`)
-    skipped_tokens: int = 0  # learned tokens that were left out, as they carry no gradient; metrics count them
+    entropy_threshold: float | None = None  # nats; tokens below are left out of the loss (`top_entropy_quantile`)
+    skipped_tokens: int = 0  # trained tokens that were left out because they have no gradient; metrics count them
     skipped_rows: int = 0  # rollouts with such tokens
 
     def __len__(self) -> int:
@@ -129,11 +129,11 @@ class TrainBatch:
 
     @property
     def scored(self) -> Tensor:
-        """[N] bool: the tokens whose log-probs the loss reads, those that are learned from and those of its terms."""
+        """[N] bool: the tokens whose log-probs the loss reads, for the surrogate or for a further term."""
         return reduce(or_, (shares != 0 for shares in self.term_tokens.values()), self.sampled)
 
     def select(self, rows: Tensor) -> "TrainBatch":
-        """The rollouts `rows` [R] in that order, with just the prompts they continue; nothing counts as skipped."""
+        """The rollouts `rows` [R] in that order, with only their own prompts; nothing counts as skipped."""
         tokens = token_index(rows, self.lengths)
         prompts, groups = self.groups[rows].unique(return_inverse=True)
         return TrainBatch(
@@ -148,7 +148,7 @@ class TrainBatch:
         )
 
     def of_tokens(self, names: Iterable[str], tokens: Tensor) -> dict[str, Any]:
-        """The fields `names` of the tokens at some flat positions, their sampling masks, and their shares of terms."""
+        """The fields `names` at the flat positions `tokens`, with the tokens' sampling masks and shares of terms."""
         kept = self.kept_ids
         if kept is not None and self.kept_counts is not None:
             kept = kept[token_index(tokens, self.kept_counts)]
@@ -173,20 +173,20 @@ class TrainBatch:
         return values
 
     def unrouted(self) -> "TrainBatch":
-        """The same without routes: each pass chooses the experts itself."""
+        """The batch without routes, so that each forward pass chooses the experts itself."""
         if self.prompt_routes is None:
             return self
-        # prompts that differ in their routes alone are distinct no longer
+        # prompts that differed only in their routes are one prompt now
         prompts = distinct_prompts((prompt.tolist() for prompt in self.prompts()), self.lengths.device)
         prompts["groups"] = prompts["groups"][self.groups]
         return replace(self, **prompts, routes=None)
 
     def silenced(self) -> "TrainBatch":
-        """The same with 0 wherever no token was sampled: no number there, however wild, plays a part in the loss."""
+        """A copy with 0 in all `LOSS_FIELDS` where no token is trained, so that no NaN there can reach the loss."""
         return replace(self, **self._each(LOSS_FIELDS, lambda values: torch.where(self.sampled, values, 0.0)))
 
     def idle(self) -> "TrainBatch":
-        """A dummy rollout of one token with weight 0, for ranks that must run as many micro-batches as others."""
+        """A dummy rollout of one token with weight 0, for ranks that have fewer micro-batches than others."""
         length = torch.ones(1, dtype=torch.long, device=self.lengths.device)
         return TrainBatch(
             **self._each(
@@ -204,7 +204,7 @@ class TrainBatch:
         )
 
     def state(self) -> dict[str, Any]:
-        """Plain containers and the batch's own tensors, from which `TrainBatch.of_state` makes an equal batch."""
+        """Plain containers and the batch's own tensors (not copies), from which `of_state` makes an equal batch."""
         state = {name: getattr(self, name) for name in self.__slots__}
         if self.media is not None:  # rollouts of a group share their images, in the restored batch as well
             distinct = list({id(item): item for media in self.media for item in media}.values())
@@ -238,9 +238,9 @@ class TrainBatch:
 def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool | Sequence[bool] = False) -> TrainBatch:
     """Flatten rollouts into a `TrainBatch`; equal prompts are stored once.
 
-    Rollouts of a group mostly continue one prompt, but an environment may begin each episode in its own way.
-    `mask_truncated`: learn nothing from truncated completions (DAPO's overlong filtering, arXiv 2503.14476 §3.4), of
-    all rollouts or of those for which it is True.
+    Rollouts of a group usually continue one prompt, but an environment may begin each episode in its own way.
+    `mask_truncated`: learn nothing from truncated completions (DAPO's overlong filtering, arXiv 2503.14476 §3.4); one
+    value for all rollouts, or one per rollout.
     """
     lengths: list[int] = []
     token_ids: list[int] = []
@@ -263,9 +263,9 @@ def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool | Sequence[bool
         kept += [()] * size if rollout.sampling_mask is None else rollout.sampling_mask
     reporting = [rollout.completion_ids for rollout in rollouts if rollout.logprobs is not None]
     media = [rollout.media for rollout in rollouts]
-    # An engine that reports nothing for no tokens may still report log-probs, unless all completions are empty.
+    # An empty list of log-probs tells nothing about an engine, unless all completions are empty.
     reported = any(reporting) or (bool(reporting) and not token_ids)
-    cut = any(map(len, kept))  # else every token was drawn from all
+    cut = any(map(len, kept))  # False: every token was drawn from the whole vocabulary
     shape, of_prompts, routes = some([rollout.routes for rollout in rollouts]), list[Tensor](), list[Tensor]()
     for one in rollouts if shape is not None else ():
         own = spread(one.routes, len(one.prompt_ids), len(one.completion_ids), shape)
@@ -292,9 +292,9 @@ def collate(rollouts: Sequence[Rollout], *, mask_truncated: bool | Sequence[bool
 def distinct_prompts(
     prompts: Iterable[Sequence[int]], device: torch.device | None = None, routes: Sequence[Tensor] | None = None
 ) -> dict[str, Any]:
-    """Fields of a `TrainBatch` that hold the prompts of its rollouts, each distinct one once, with their `routes`.
+    """Fields of a `TrainBatch` that hold its rollouts' prompts, each distinct prompt once, with their `routes`.
 
-    Prompts of equal tokens that an engine sent to other experts are distinct.
+    Prompts with equal tokens but different routes are distinct.
     """
     numbers: dict[tuple[Any, ...], int] = {}
     first: list[int] = []  # of each distinct prompt, the first rollout that has it
@@ -315,20 +315,24 @@ def distinct_prompts(
 
 
 def unreported(name: str, batch: TrainBatch, dtype: torch.dtype | None = None) -> Tensor:
-    """The field `name` of a batch that lacks it, filled; [N, 0] for `WIDE_FIELDS`."""
+    """A tensor of fill values for the field `name` that a batch lacks: [N], or [N, 0] for `WIDE_FIELDS`."""
     shape = (batch.num_tokens, 0) if name in WIDE_FIELDS else (batch.num_tokens,)
     return torch.full(shape, UNREPORTED[name], dtype=dtype, device=batch.lengths.device)
 
 
 def with_unknown_routes(batch: TrainBatch, shape: Tensor) -> TrainBatch:
-    """A batch without routes with such that are not known, of the `shape` [..., L, k] and dtype of other routes."""
+    """Add unknown routes to a batch without routes; L, k and the dtype are those of `shape` [..., L, k]."""
     like = shape.to(batch.lengths.device)
     of_prompts = unknown_like(like, len(batch.prompt_ids))
     return replace(batch, routes=unknown_like(like, batch.num_tokens), prompt_routes=of_prompts)
 
 
 def join(batches: Sequence[TrainBatch]) -> TrainBatch:
-    """Concatenate batches; equal prompts are stored once. What only some engines reported is filled (`UNREPORTED`)."""
+    """Concatenate batches; equal prompts are stored once.
+
+    A field of `UNREPORTED` or the routes may be missing in some batches, and are filled there; any other field must be
+    in all of them or in none.
+    """
     device = batches[0].lengths.device
     shape = some([batch.routes for batch in batches])
     if shape is not None:
@@ -390,7 +394,7 @@ def segment_starts(lengths: Tensor) -> Tensor:
 def expand(values: Tensor, lengths: Tensor, tokens: int | None = None) -> Tensor:
     """Give every token its sequence's value: values [B], lengths [B] -> [N].
 
-    `tokens` is N where the caller knows it: a GPU need not be waited for then, to read the sum of the lengths.
+    `tokens` is N, if the caller knows it. Without it the lengths are summed on their device, which waits for a GPU.
     """
     return torch.repeat_interleave(values, lengths, output_size=tokens)
 
@@ -402,7 +406,7 @@ def segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
 
 
 def masked_segment_mean(values: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
-    """Mean of the masked tokens of each sequence, 0 where none is: values, mask [N], lengths [B] -> [B]."""
+    """Mean over the tokens of each sequence where `mask` is True, 0 if there are none: [N], [N], lengths [B] -> [B]."""
     count = segment_sum(mask.to(values.dtype), lengths)
     return segment_sum(torch.where(mask, values, 0.0), lengths) / count.clamp(min=1.0)
 

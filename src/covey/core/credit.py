@@ -1,14 +1,15 @@
 """Process credit: from rewards of steps or turns to an advantage for every token.
 
-A completion is rewarded several times, each time for the part that ends at a token. Three pure functions follow:
-`gather_steps` makes flat `Steps`; `steps_relative` (GRPO), `steps_leave_one_out` (RLOO) or
-`steps_normalized_then_summed` (GDPO) give them advantages; `token_advantages` spreads these over tokens. For another
-credit assignment, write a function `Steps -> [S]` and set `Algorithm.step_advantages`.
+A completion is rewarded several times, each time for the part that ends at a token. Credit is computed in three pure
+steps: `gather_steps` makes flat `Steps`; `steps_relative` (GRPO), `steps_leave_one_out` (RLOO) or
+`steps_normalized_then_summed` (GDPO) compute their advantages; `token_advantages` spreads these over tokens. For
+another credit assignment, write a function with the signature of `Algorithm.step_advantages` and set that attribute.
 
-Letters: B completions, P prompts, N completion tokens, S steps of all of them, F' reward functions that reward steps, K
-tokens at which something ends; groups_B the prompt of each completion, lengths_B its tokens, weights_F those of the
-functions. A reward of NaN is an abstention: it is left out of every mean and deviation and adds nothing, but its step
-still ends where it ends. Computed in float64, returned in float32; steps whose rewards are all equal get exact zeros.
+Letters: B completions, P prompts, N completion tokens, S steps of all completions, F' reward functions that reward
+steps, K tokens at which a step or completion ends; groups_B is the prompt of each completion, lengths_B its number of
+tokens, weights_F the weights of the functions. A reward of NaN is an abstention: it is left out of every mean and
+deviation and adds nothing, but its step still separates the tokens before its end from those after it. Computed in
+float64; advantages of tokens are float32. Steps whose rewards are all equal get exact zeros.
 """
 
 import math
@@ -48,7 +49,7 @@ class CreditMix:
 
     process_weight: float = 1.0  # ω of the steps
     outcome_weight: float = 1.0  # ω of the outcome
-    discount: float = 1.0  # γ in [0, 1], once for each step that lies between a token's own step and a later one
+    discount: float = 1.0  # γ in [0, 1]: the k-th end after a token's own counts γ^k
 
 
 def gather_steps(steps: Sequence[Sequence[tuple[int, float | None]]], lengths: Sequence[int]) -> Steps:
@@ -101,9 +102,9 @@ def steps_leave_one_out(
 ) -> Tensor:
     """r̃ = r - mean over the compared steps of the other completions: [S] float64 without NaN.
 
-    RLOO's baseline (arXiv 2402.14740) for steps: it does not depend on the completion itself, so it adds no bias. All
-    steps of the completion are left out. A step that is compared with no other completion's gets 0. `normalize`
-    afterwards divides by the deviation of all of them, plus ε.
+    RLOO's baseline (arXiv 2402.14740) for steps: all steps of the completion itself are left out of the mean, so the
+    baseline adds no bias. A step that is compared with steps of no other completion gets 0. `normalize` afterwards
+    divides by the standard deviation of all S advantages, plus ε.
     """
     cells, count = _cells(steps, groups_B, compared_with)
     own, own_count = _numbered(torch.stack([cells, steps.rows]))
@@ -120,7 +121,7 @@ def steps_leave_one_out(
 
 
 StepBaseline = Callable[[Steps, Tensor], Tensor]
-"""(steps of one reward function, the prompt of each completion [B]) -> their advantages [S]."""
+"""(steps of one reward function, the prompt of each completion [B]) -> the steps' advantages [S]."""
 
 
 def join_steps(parts: Sequence[Steps]) -> Steps:
@@ -141,9 +142,9 @@ def steps_normalized_then_summed(
 ) -> Tensor:
     """Each function's steps normalised in the group, then weighted, then all of them divided by one deviation; [S].
 
-    GDPO (arXiv 2601.05242) is about outcomes; this is its formula with the end of a step in place of the completion:
-    z_f = r̃_f of `steps_relative`, S = Σ_f ω_f z_f over what ends at the same token, and S / (std(S) + ε) over all such
-    tokens of the batch. With single steps that end with their completions it is `normalize_then_sum`.
+    GDPO (arXiv 2601.05242) is about outcomes; here is its formula for steps: z_f = r̃_f of `steps_relative`, Z = Σ_f ω_f
+    z_f over the steps that end at the same token, and every ω_f z_f is divided by std(Z) + ε, the deviation over all
+    tokens of the batch where steps end. If each completion is a single step, this is `normalize_then_sum`.
     """
     steps = join_steps(parts)
     normalised = partial(steps_relative, scale="group", compared_with=compared_with)
@@ -157,7 +158,10 @@ def steps_normalized_then_summed(
 def credit_to_go(
     steps: Steps, advantages_S: Tensor, lengths_B: Tensor, outcome_B: Tensor | None = None, mix: CreditMix | None = None
 ) -> Credited:
-    """G_j = v_j + γ G_{j+1} over the ends of each completion; v_j: weighted advantages of the steps that end there."""
+    """G_j = v_j + γ G_{j+1} over the ends of each completion; v_j sums the weighted advantages of steps ending at j.
+
+    The outcome's advantages `outcome_B`, if given, count as one more step that ends with the completion.
+    """
     mix = mix or CreditMix()
     assert 0 <= mix.discount <= 1, "checked with the config"
     starts = segment_starts(lengths_B)
@@ -176,9 +180,10 @@ def credit_to_go(
 def optimal_token_baseline(advantages_B: Tensor, energies: Tensor, lengths_B: Tensor, groups_B: Tensor) -> Credited:
     """A_it = R_i - Σ_j W_jt R_j / Σ_j W_jt over the group's completions that reach t (OTB, arXiv 2602.07078).
 
-    W_jt = Σ_{s<=t} ‖e_s - π_s‖², the squared norm of the score's gradient in the logits, is the sum of `energies` [N]
-    up to the t-th trained token (others have energy 0). Advantages of completions may replace their rewards, as any
-    constant cancels; NaN is left out. The last completion to reach t has no other to compare with and keeps its own.
+    W_jt = Σ_{s<=t} ‖e_s - π_s‖², the squared norm of the log-prob's gradient in the logits, is the sum of `energies`
+    [N] up to the t-th trained token (tokens that are not trained have energy 0). Advantages may stand for rewards,
+    because a constant added to all R of a group cancels; NaN is left out. A completion that alone of its group reaches
+    t has no other to compare with: its A_it is its own advantage.
     """
     rows = segment_ids(lengths_B)
     trained = energies > 0
@@ -200,10 +205,10 @@ def token_advantages(
     """A_t = Σ_{j: end_j >= t} γ^(steps between t and j) ω_j r̃_j: the credit from a token on, [N] float32.
 
     With γ = 1 and no outcome it is DeepSeekMath's Â_{i,t} = Σ_{index(j) >= t} r̃_i^index(j) (arXiv 2402.03300 §4.1.3).
-    An outcome (outcome_B, of each completion as a whole; `covey.core.advantages`) is one more step that ends with the
-    completion. For two turns, the first of them rewarded, that is MT-GRPO (arXiv 2505.11821): the first turn gets r̃ +
-    γ A, the second A, with γ in place of the paper's λ. The paper's formula is for two turns; the extension to more
-    turns, several rewards per turn and a discount for each turn in between is ours.
+    An outcome (`outcome_B`, the advantage of each completion as a whole; `covey.core.advantages`) is one more step that
+    ends with the completion. For two turns of which the first is rewarded, this is MT-GRPO (arXiv 2505.11821): the
+    first turn gets r̃ + γ A, the second A, with γ in place of the paper's λ. The paper has two turns; the extension to
+    more turns, to several rewards per turn and to a discount per turn is ours.
 
     Tokens after the last step get 0 unless there is an outcome. A step may end at a token that was not sampled (a tool
     result): the credit goes to all tokens before it, and tokens that were not sampled have weight 0.

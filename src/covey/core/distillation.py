@@ -78,22 +78,22 @@ def teacher_gap(x: TermInputs) -> Tensor:
 
 
 def sampled_divergence(x: TermInputs, *, clip: float | None = None) -> Tensor:
-    """r sg(log P(o_t) - log T(o_t)) with the importance ratio r of the token, corrected for the engine.
+    """r ρ sg(log P(o_t) - log T(o_t)): the token's importance ratio r and engine/trainer mismatch weight ρ, if any.
 
-    Its expected gradient is that of KL(P || T) at the prefixes that the sampling policy visited. The difference has no
-    gradient of its own: backward through an estimator in the loss would give none (k1), the right one only for k2, and
-    for k3 that of the forward KL(T || P).
+    The expected gradient is that of KL(P || T) at the prefixes that the sampling policy visited. It comes from r alone.
+    Backward through a KL estimator would have another expectation: 0 for k1, the right one for k2, and the gradient of
+    the forward KL(T || P) for k3.
     """
     value = x.ratio * bounded(teacher_gap(x).detach(), clip)
     return value if x.mismatch_weights is None else value * x.mismatch_weights
 
 
 WHOLE_VOCABULARY = -1
-"""`teacher_top_k` with which distributions are compared token by token, without a bin for the others."""
+"""Value of `teacher_top_k` for the whole vocabulary: every token is compared, and there is no bin for the others."""
 LEAST_TAIL = 1e-6
-"""Smallest mass of the tokens that are not named: 1 - Σ in float32 is noise below."""
+"""Smallest mass of the tokens that are not named; below this, 1 - Σ in float32 is rounding error."""
 LEAST_LOGPROB = -50.0
-"""Log-prob of a token that one of the two cannot sample, and of a place without a token."""
+"""Log-prob, in nats, of a token that policy or teacher cannot sample, and of an unused column."""
 
 
 def binned_divergence(logprobs: Tensor, teacher: Tensor, beta: float) -> Tensor:
@@ -101,7 +101,8 @@ def binned_divergence(logprobs: Tensor, teacher: Tensor, beta: float) -> Tensor:
 
     β = 1: KL(P || T), β = 0: KL(T || P), between: β KL(T || M) + (1 - β) KL(P || M) with M = (1 - β) P + β T (GKD,
     arXiv 2306.13649, eq. 1). It is at most the divergence over the whole vocabulary, and equal to it where the bins are
-    single tokens. The value is not continuous in β at the ends: it goes to 0 as β does, by a factor of β.
+    single tokens. The value is not continuous in β at 0 and 1: as β approaches them, it goes to 0 in proportion to β
+    or to 1 - β.
     """
     log_p, log_t = (
         torch.where(one.isfinite(), one, LEAST_LOGPROB).clamp(min=LEAST_LOGPROB) for one in (logprobs, teacher)
@@ -113,13 +114,13 @@ def binned_divergence(logprobs: Tensor, teacher: Tensor, beta: float) -> Tensor:
 
 
 FAR = 60.0
-"""Largest difference of two log-probs in a mixture: the smaller probability is 1e-26 of the larger there."""
+"""Largest difference of two log-probs in a mixture, in nats: the smaller probability is then 1e-26 of the larger."""
 
 
 def log_mixture(log_p: Tensor, log_t: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """log(M / P) and log(M / T) of M = (1 - β) P + β T, each to its own last digits, however near β is to 0 or 1.
+    """log(M / P) and log(M / T) of M = (1 - β) P + β T, accurate in the last digits however near β is to 0 or 1.
 
-    log M itself would lose what M differs by from the nearer of the two.
+    Computing log M first and subtracting log P or log T would cancel most digits of the smaller of the two.
     """
     gap = (log_t - log_p).clamp(-FAR, FAR)
     if beta <= 0.5:
@@ -130,7 +131,7 @@ def log_mixture(log_p: Tensor, log_t: Tensor, beta: float) -> tuple[Tensor, Tens
 
 
 def divergence_parts(log_p: Tensor, log_t: Tensor, beta: float) -> Tensor:
-    """Summands of the divergence between P and T, one for each token or bin, from their log-probs; see above."""
+    """Summands of the divergence between P and T, one per token or bin, from log-probs; β as in `binned_divergence`."""
     if beta == 1:
         return log_p.exp() * (log_p - log_t)
     if beta == 0:
@@ -154,7 +155,7 @@ def whole_divergence(log_p: Tensor, log_t: Tensor, beta: float) -> tuple[Tensor,
 
 
 def divergence_slopes(log_p: Tensor, log_t: Tensor, beta: float, centre: Tensor) -> Tensor:
-    """Gradient of `whole_divergence` in the policy's logits, for some words [n, v] of the vocabulary."""
+    """Gradient of `whole_divergence` in the policy's logits, for some tokens [n, v] of the vocabulary."""
     if beta == 0:
         return log_p.exp() - log_t.exp()
     slopes = log_p - log_t if beta == 1 else (beta - 1) * log_mixture(log_p, log_t, beta)[0]
@@ -162,9 +163,10 @@ def divergence_slopes(log_p: Tensor, log_t: Tensor, beta: float, centre: Tensor)
 
 
 def named_divergence(x: TermInputs, *, beta: float) -> Tensor:
-    """`binned_divergence` at each position of the term: of distributions, whatever token was sampled there.
+    """`binned_divergence` at each position of the term, [N].
 
-    Neither ratio nor mismatch weight of the sampled token belongs to it, as its mean over these tokens is 1.
+    It compares distributions, whichever token was sampled. Ratio and mismatch weight of the sampled token are left out:
+    their expectation over that token is 1.
     """
     if x.named is None or x.batch.teacher_tops is None:  # a batch without any
         return torch.zeros_like(x.logprobs)
@@ -192,9 +194,10 @@ def named_stats(x: TermInputs) -> dict[str, Stat]:
 
 
 def split_names(top_k: int, beta: float) -> tuple[int, int]:
-    """Numbers of tokens that the teacher and the policy name: the one whose mass the divergence is weighed by.
+    """Split of `top_k` named tokens: the number that the teacher names, and the number that the policy names.
 
-    None with `WHOLE_VOCABULARY`.
+    All are named by the distribution that weighs the divergence: the teacher for β = 0, the policy for β = 1. In
+    between each names half. (0, 0) with `WHOLE_VOCABULARY`.
     """
     top_k = max(top_k, 0)
     if beta in (0.0, 1.0):

@@ -78,12 +78,13 @@ class WeightUpdate:
 
 @dataclass(frozen=True, slots=True)
 class WeightTransfer:
-    """Outcome of an update of servers that can be sent differences, summed over them; `a + b` is both together."""
+    """Result of one weight update of servers that accept differences, summed over servers; `a + b` adds two results."""
 
-    servers: int  # that were sent the update
-    nbytes: int  # of weights, to all of them together
-    whole: int  # servers that were sent every tensor, as they did not hold the update before
-    changed: float | None = None  # fraction of the numbers that were sent as differences or instead of them; None: none
+    servers: int  # number of servers that were sent the update
+    nbytes: int  # bytes of weights, sent to all servers together
+    whole: int  # number of servers that were sent every tensor, because they did not hold the previous update
+    # share of the model's numbers that were sent, in an update sent as differences; None where no server was sent any
+    changed: float | None = None
 
     def __add__(self, other: "WeightTransfer") -> "WeightTransfer":
         changed = self.changed if other.changed is None else other.changed
@@ -216,11 +217,12 @@ class EngineTraits:
     `Completion.logprobs` as documented there.
 
     Attributes:
-        shares_policy: it samples with the trainer's own weights, so none are sent, and unless `rounded_to` says
-            otherwise in its precision, so the two agree up to rounding.
-        rounded_to: number format of `engine_dtype` that it rounds weights and inputs to, or None: its log-probs are
-            those of another policy than the trained one, which is corrected, and get a larger tolerance.
-        reports_after_cut: its log-probs are those after top-k, top-p, min-p, penalties and grammars. Where a request
+        shares_policy: it samples with the trainer's own weights, so none are sent. Without `rounded_to` it computes in
+            the trainer's precision, too, and the log-probs of the two agree up to rounding.
+        rounded_to: number format that it rounds weights and inputs to (`engine_dtype`), or None. With one it samples
+            from another policy than the trained one: importance weights correct that, and log-probs get a larger
+            tolerance.
+        reports_after_cut: its log-probs are taken after top-k, top-p, min-p, penalties and grammars. Where a request
             uses any of these, they belong to another distribution than the one that the trainer scores.
         dtype: number format it computes in, if known; a narrow one gets a larger tolerance.
         updates_in_flight: `load_weights` may be called during requests; `Completion.versions` gives the weights that

@@ -22,12 +22,12 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
 
 def maj_at_k(answers: Sequence[Hashable | None], right: Sequence[bool], k: int) -> float:
-    """Unbiased estimate of the probability that the most frequent answer among k samples is right (voting, arXiv
-    2203.11171).
+    """Unbiased estimate of the probability that the most frequent answer among k samples is right.
 
-    It is the average over all subsets of k of the n samples (a U-statistic, Hoeffding 1948), counted exactly. Ties are
-    broken at random; None does not vote, and a subset of None alone is wrong. An answer counts with the fraction of its
-    samples that are right. ValueError if k is not between 1 and n.
+    Voting is self-consistency (arXiv 2203.11171). The estimate is the average over all subsets of k of the n samples (a
+    U-statistic, Hoeffding 1948), counted exactly. Ties are broken at random. A sample whose answer is None does not
+    vote, and a subset in which all answers are None is wrong. If samples of one answer differ in `right`, the answer
+    counts as right by the fraction that is. ValueError if k is not between 1 and n.
 
     Example:
         Of the three pairs of these samples, one is (7, 7), which is right, and two are ties of 7 and 8.
@@ -79,8 +79,13 @@ def interval_of_share(values: Sequence[float], draws: int = 1, z: float = Z95) -
     """Confidence interval for the mean of values between 0 and 1, one per prompt: its lower and its upper end.
 
     Wilson's score interval (Wilson 1927) at the effective number of trials p (1 - p) / var(mean) (Korn and Graubard
-    1998): where every value is 0 or 1, the number of prompts. `draws` bounds it by independent trials behind each
-    value, n / k for an average over all subsets of k of n samples; `z` is standard deviations to each side.
+    1998), which is the number of prompts if every value is 0 or 1.
+
+    Args:
+        values: one per prompt, at least one.
+        draws: independent trials behind each value, which bound the effective number: n / k for an average over all
+            subsets of k of n samples.
+        z: standard deviations to each side.
 
     Example:
         >>> [round(end, 3) for end in interval_of_share([1.0] * 8 + [0.0] * 2)]

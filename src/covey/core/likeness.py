@@ -1,6 +1,6 @@
-"""Likeness of completions: answers that say the same, and the shares of distinct ones within groups and over prompts.
+"""Likeness of completions: equal answers, and the share of distinct answers within groups and across prompts.
 
-Letters: N completions, of which those of a group of G are consecutive.
+Letters: N completions; the G completions of a group are consecutive.
 """
 
 import zlib
@@ -13,12 +13,12 @@ from covey.core.records import FinishReason, PromptSample, Rollout
 from covey.core.transcript import content_text, is_messages
 
 REFERENCES = ("solution", "answer", "ground_truth", "reference", "label", "target", "expected", "gold")
-"""Columns that hold the right answer of a row, the first that there is counts."""
+"""Columns that may hold the right answer of a row; the first one that is present counts."""
 AROUND = " \t\r\n.,;:!?\"'`*_()[]{}<>"
 
 
 def answer_of(completion: Any) -> str:
-    """Text of a completion, or of its last message, without case, repeated spaces and marks around it.
+    """Text of a completion, or of its last assistant message, in lower case, without repeated or enclosing marks.
 
     Example:
         >>> answer_of("Billing."), answer_of([{"role": "assistant", "content": " **billing** "}])
@@ -42,11 +42,11 @@ def key(text: str) -> int:
 
 
 class Keys(NamedTuple):
-    """Numbers of the texts of a rollout by which it is compared with others."""
+    """Checksums (`key`) of the texts of a rollout by which it is compared with others."""
 
     prompt: int
-    answer: int | None  # None of a rollout that failed
-    reference: int | None  # of the right answer; None where the row names none
+    answer: int | None  # of the last message; None for a rollout that failed or is a placeholder
+    reference: int | None  # of the right answer; None where the row has none
 
 
 def keys_of(sample: PromptSample, rollout: Rollout) -> Keys:
@@ -59,7 +59,7 @@ def keys_of(sample: PromptSample, rollout: Rollout) -> Keys:
 
 
 def distinct_in_groups(answers_N: Sequence[Hashable | None], group_size: int) -> list[float]:
-    """Of each group the share of its answers that are distinct, from 1/G to 1; None is no answer.
+    """Share of distinct answers in each group, from 1/G to 1; None is no answer, and groups without any are left out.
 
     Example:
         >>> distinct_in_groups(["a", "b", "a", "c", "c", None], 3)
@@ -71,8 +71,9 @@ def distinct_in_groups(answers_N: Sequence[Hashable | None], group_size: int) ->
 
 
 def distinct_across_prompts(answers_N: Sequence[Hashable | None], prompts_N: Sequence[Hashable]) -> float | None:
-    """Distinct answers as a share of those that are distinct within each prompt: 1 if no two prompts share an answer,
-    1/prompts if all have the same; None with fewer than two prompts.
+    """Number of distinct answers, divided by the number of distinct (prompt, answer) pairs.
+
+    1 if no two prompts share an answer, 1/P if all P prompts have the same one; None for fewer than two prompts.
 
     Example:
         >>> distinct_across_prompts(["a", "b", "a", "a"], [1, 1, 2, 2])
@@ -85,7 +86,7 @@ def distinct_across_prompts(answers_N: Sequence[Hashable | None], prompts_N: Seq
 
 
 def most_common(answers: Sequence[Hashable | None]) -> tuple[Any, float]:
-    """The answer that is given most often, and its share.
+    """The most frequent answer and its share of all answers; None is no answer. (None, 0.0) without answers.
 
     Example:
         >>> most_common(["a", "b", "a", None])
@@ -99,7 +100,7 @@ def most_common(answers: Sequence[Hashable | None]) -> tuple[Any, float]:
 
 
 def common_share(answers: Sequence[Hashable | None], prompts: Sequence[Hashable]) -> float:
-    """The share of `most_common`, each prompt counting once, whatever the number of its completions.
+    """Share of the most frequent answer, averaged over prompts, so that each prompt counts once.
 
     Example:
         >>> common_share(["a", "a", "a", "b"], [1, 1, 1, 2])
@@ -113,7 +114,7 @@ def common_share(answers: Sequence[Hashable | None], prompts: Sequence[Hashable]
 
 
 def common_reference(references: Sequence[Hashable | None]) -> float | None:
-    """The share of the most common right answer, which a constant answer would earn; None if one is unknown.
+    """Share of the most frequent right answer: the accuracy of always giving it; None if some right answer is unknown.
 
     Example:
         >>> common_reference(["yes", "no", "yes", "yes"]), common_reference(["yes", None])

@@ -44,8 +44,8 @@ def sequence_token_level(logprobs: Tensor, old_logprobs: Tensor, sampled: Tensor
 def sequence_sum_level(logprobs: Tensor, old_logprobs: Tensor, sampled: Tensor, lengths: Tensor) -> Tensor:
     """log(π(o_i) / π_old(o_i)), the whole completion as one action: RLOO (arXiv 2402.14740, §3).
 
-    Each token has the ratio of its completion, and |o_i| times the gradient of its own log-prob: where all have one
-    advantage, the mean over the completion's tokens has the gradient of the whole.
+    Each token has the ratio of its completion and |o_i| times the gradient of its own log-prob. If all tokens of a
+    completion have the same advantage, the mean of their losses has the gradient of the completion's loss.
     """
     difference = torch.where(sampled, logprobs - old_logprobs, 0.0)
     counts = expand(segment_sum(sampled.to(difference), lengths), lengths, len(sampled))
@@ -61,7 +61,7 @@ RATIO_LEVELS: dict[str, RatioLevel] = {
 }
 
 
-# ---- surrogates: the loss of each token; those that are not trained get weight 0 later -------------------------------
+# ---- surrogates: the loss of each token; the token weights are 0 where nothing is trained ----------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +75,12 @@ class SurrogateInputs:
     sampled: Tensor  # mask of trained tokens
     lengths: Tensor  # tokens of each rollout
     mismatch_weights: Tensor | None = None  # engine/trainer importance weights, or None
-    # trained tokens and rollouts that were left out as their advantage is 0; clip fractions count them as not clipped
+    # trained tokens and rollouts left out because their advantage is 0; clip fractions count them as not clipped
     skipped_tokens: int = 0
     skipped_rows: int = 0
-    entropies: Tensor | None = None  # where the run computes them (`register_loss(..., entropies=True)`)
-    ref_logprobs: Tensor | None = None  # under the reference, where there is one (`beta` above 0)
-    chosen: Tensor | None = None  # mask of the tokens that `Objective.choice` named, while training
+    entropies: Tensor | None = None  # in nats; None unless the run computes them (`register_loss(..., entropies=True)`)
+    ref_logprobs: Tensor | None = None  # log π_ref(o_t); None without a reference (`beta` above 0 loads one)
+    chosen: Tensor | None = None  # mask of the tokens that `Objective.choice` selected; None in evaluations, or without
 
     @property
     def ratio(self) -> Tensor:
@@ -151,8 +151,8 @@ def gmpo(x: SurrogateInputs, *, epsilon_low: float, epsilon_high: float) -> Tens
 def clip_stats(x: SurrogateInputs, *, low: float, high: float, per_sequence: bool = False) -> dict[str, Stat]:
     """Clip fractions: r < low where A < 0, r > high where A > 0, over trained tokens (or sequences).
 
-    The minimum and the maximum are over completions, of the fraction of each completion's trained tokens, so that they
-    do not depend on how a step is cut.
+    `low_min` and `high_max` are the smallest and the largest fraction within one completion, so that they do not depend
+    on how a step is cut into micro-batches.
     """
     ratio = x.ratio.detach()
     is_low = ((ratio < low) & (x.advantages < 0) & x.sampled).to(ratio)
@@ -177,7 +177,7 @@ def clip_stats(x: SurrogateInputs, *, low: float, high: float, per_sequence: boo
 
 
 def largest(values: Tensor, mask: Tensor) -> Tensor:
-    """The largest of the masked values, NaN if there is none, without waiting for a GPU."""
+    """Largest value where `mask` is True, as a scalar tensor (NaN if it is True nowhere): no wait for a GPU."""
     nothing = values.new_full((1,), -torch.inf)
     largest = torch.cat([torch.where(mask, values, nothing), nothing]).max()
     return torch.where(mask.any(), largest, torch.nan)
@@ -199,6 +199,7 @@ def vespo_stats(x: SurrogateInputs, **kernel: float) -> dict[str, Stat]:
 # ---- KL(policy || reference): Schulman, "Approximating KL divergence" (2020), http://joschu.net/blog/kl-approx.html --
 
 KLEstimator = Callable[[Tensor, Tensor], Tensor]
+"""(logprobs [N], ref_logprobs [N]) -> KL estimate of each token [N]; below p = π(o_t), q = π_ref(o_t)."""
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -207,14 +208,14 @@ def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """(log(p/q))² / 2: biased, low variance, and its gradient is the true KL's on-policy."""
+    """(log(p/q))² / 2: biased, low variance; on-policy its expected gradient is the gradient of the KL."""
     return (logprobs - ref_logprobs).square() / 2
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """q/p - log(q/p) - 1: unbiased, low variance, never negative (DeepSeekMath, arXiv 2402.03300, eq. 4).
 
-    Constant beyond e^`MAX_LOG_RATIO`, as an infinite penalty would make every average with it infinite or NaN.
+    Constant where log(q/p) exceeds `MAX_LOG_RATIO`, because an infinite penalty would make the loss infinite or NaN.
     """
     log_ratio = (ref_logprobs - logprobs).clamp(max=MAX_LOG_RATIO)
     return log_ratio.exp() - log_ratio - 1
@@ -231,13 +232,14 @@ class BatchCounts:
     """Counts that a weighting may divide by."""
 
     tokens: Tensor  # [B] float, the trained tokens of each rollout
-    # [B] float, those of its nominal micro-batch (`per_device_train_batch_size` rollouts of a rank, as sampled)
+    # [B] float, trained tokens of the rollout's nominal micro-batch: `per_device_train_batch_size` rollouts that a rank
+    # sampled one after the other
     micro_tokens: Tensor
     rows_per_update: float  # rollouts of one optimizer step, over all ranks
-    # trained tokens of one optimizer step, over all ranks: an equal share of the rollout batch's
+    # trained tokens of one optimizer step, over all ranks: those of the rollout batch divided by its optimizer steps
     tokens_per_update: float
     micro_batches_per_update: float  # nominal micro-batches of one optimizer step, over all ranks
-    max_completion_length: int | Tensor | None  # tokens a completion may have; [B] where rollouts differ in that
+    max_completion_length: int | Tensor | None  # most tokens of a completion; [B] where it differs between rollouts
 
 
 Weighting = Callable[[BatchCounts], Tensor]
@@ -251,7 +253,8 @@ def mean_per_sequence(counts: BatchCounts) -> Tensor:
 def mean_per_micro_batch(counts: BatchCounts) -> Tensor:
     """The token mean of each nominal micro-batch, averaged over micro-batches: `loss_type="bnpo"`.
 
-    The Beta-distributed reward normalisation of the paper of that name (BNPO, arXiv 2506.02864) is not part of it.
+    This is an average only. The BNPO paper (arXiv 2506.02864) also normalises rewards with a Beta distribution, which
+    `loss_type="bnpo"` does not do.
     """
     return 1.0 / (counts.micro_tokens.clamp(min=1.0) * counts.micro_batches_per_update)
 
@@ -277,16 +280,16 @@ def sum_per_sequence(counts: BatchCounts) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Rollouts that are averaged by themselves, such as those of one source."""
+    """Rollouts with an average of their own, such as the rollouts of one source."""
 
     members: Tensor  # [B] bool
-    rows_per_update: float  # as in `BatchCounts`, of these rollouts alone
-    tokens_per_update: float
-    factor: float  # of their average in the loss
+    rows_per_update: float  # as in `BatchCounts`, counting only the pool's rollouts
+    tokens_per_update: float  # the same
+    factor: float  # weight of the pool's average in the loss
 
 
 def pooled(weighting: Weighting, pools: Sequence[Pool]) -> Weighting:
-    """The weighting of each pool's rollouts among themselves, times its factor: Σ_p factor_p · average over pool p."""
+    """Σ_p factor_p · (average over pool p): a weighting that applies `weighting` within each pool."""
 
     def weigh(counts: BatchCounts) -> Tensor:
         weights = torch.zeros_like(counts.tokens)

@@ -16,7 +16,7 @@ class Media:
         {"token_type_ids": [1, 1, 0, 0]}, start=0, length=4, short_ids=(7, 12, 13))`
     """
 
-    # PIL images in the order of their placeholder tokens; empty where only training needs the rest
+    # PIL images in the order of their placeholder tokens; empty in a restored batch, as training reads only `tensors`
     images: tuple[Any, ...]
     tensors: dict[str, Tensor]  # inputs of the model's forward, as the processor returns them for a single sample
     marks: dict[str, Tensor]  # per-token inputs of the model by name, [length], such as `token_type_ids`

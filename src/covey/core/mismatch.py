@@ -1,4 +1,4 @@
-"""Samples of another policy than the trained one: importance weights, and filters of sequences that drifted."""
+"""Corrections of samples from a policy other than the trained one: importance weights, filters of drifted sequences."""
 
 from collections.abc import Callable
 
@@ -48,8 +48,8 @@ def mismatch_weights(
 def rejecting(weigh: MismatchCorrection | None, low: float | None, high: float | None) -> MismatchCorrection:
     """A correction that gives weight 0 to sequences whose ratios have a geometric mean outside [low, high].
 
-    ρ̄_i = exp(mean_t(log π_trainer - log π_engine)) over the sampled tokens of sequence i: the distance for one token,
-    however long the sequence is. Other tokens have the weights of `weigh`, or 1 without one. None: no bound. Liu
+    ρ̄_i = exp(mean_t(log π_trainer - log π_engine)) over the sampled tokens of sequence i, which does not grow with the
+    sequence's length. Sequences inside get the weights of `weigh`, or 1 without one. A bound of None is no bound. Liu
     et al. 2025, "When speed kills stability", part 3; `seq_mean_k1` of verl and `geo_mask` of earlier prime-rl.
     """
     prefix, bounds = "sampling/geometric_ratio", (0.0 if low is None else low, float("inf") if high is None else high)

@@ -50,7 +50,7 @@ def cache_argument(model: Any) -> str:
 
 
 def compute_dtype(model: Any) -> torch.dtype:
-    """Dtype of the model's products, autocast included."""
+    """Dtype in which the model multiplies matrices: that of autocast where it is on, else that of the weights."""
     device = next(model.parameters()).device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
 
@@ -85,7 +85,7 @@ def inference_mode_of(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def patched_forward(module: Any, replacement: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """Replace a module's forward within the context, with its hooks; gives the original."""
+    """Replace a module's forward within the context, which gives the original; hooks of the module still run."""
     original, patched = module.forward, "forward" in vars(module)
     module.forward = replacement
     try:
@@ -107,7 +107,8 @@ def placeholder_ids(config: Any) -> list[int]:
 def media_inputs(rows: Sequence[Sequence[Media]], width: int, device: torch.device) -> dict[str, Tensor]:
     """Image inputs of a forward pass over padded sequences that begin at column 0; empty where none has images.
 
-    Samples are concatenated in order, smaller ones padded with zeros, as processors do. Marks are [sequences, width].
+    `rows` are the images of each sequence. Their tensors are concatenated in this order, smaller ones padded with
+    zeros, as processors do. Marks (`Media.marks`) are [sequences, width].
     """
     items = [item for media in rows for item in media]
     names = dict.fromkeys(name for item in items for name in item.tensors)
@@ -154,7 +155,7 @@ def _stacked(parts: Sequence[Tensor]) -> Tensor:
 
 
 def head_size(model: Any) -> int | None:
-    """Numbers in an attention head, by the model's config; None where it does not say."""
+    """Dimension of an attention head, by the model's config; None where the config does not say."""
     config = getattr(model, "config", None)
     if config is None:
         return None

@@ -27,7 +27,7 @@ from covey.core.mismatch import MismatchCorrection, off_policy_keep
 from covey.core.stats import Mean, Stat
 from covey.core.terms import Coefficient, TokenTerm, term_inputs, term_loss
 
-MAX_PENALTY = math.exp(MAX_LOG_RATIO)  # of a token
+MAX_PENALTY = math.exp(MAX_LOG_RATIO)  # largest KL penalty of a token after the bias correction
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,12 @@ class Objective:
     stats: SurrogateStats | None = None  # metrics of the surrogate (clip fractions, ...), or None
     ratio_level: RatioLevel = token_level  # how the importance ratio is formed
     beta: float = 0.0  # weight of the KL term in the loss; 0 leaves it out
-    kl: KLEstimator = k3  # its estimator
+    kl: KLEstimator = k3  # estimator of the KL term
     # multiply the KL term by the token ratio: an unbiased gradient off-policy (DeepSeek-V3.2, arXiv 2512.02556, eq. 7)
     correct_kl_bias: bool = False
     off_policy_threshold: float | None = None  # drop punished sequences that drifted further than this; None keeps all
-    # computes mismatch weights from the log-probs of training where the batch has none, which saves a scoring pass
+    # computes mismatch weights where the batch has none, with the log-probs of the forward pass of training as the old
+    # ones: on-policy this saves a scoring pass
     correction: MismatchCorrection | None = None
     # the surrogate itself uses the mismatch weights (VESPO), so they are not applied again
     mismatch_in_surrogate: bool = False
@@ -50,11 +51,11 @@ class Objective:
     # each token is trained with its own advantage; False where a completion's tokens share one
     credits_tokens: bool = True
     needs_entropies: bool = False  # the surrogate reads entropies
-    # (log-probs, advantages, random keys from 0 to 1) of all trained tokens of a step -> those that are `chosen`, [N]
+    # (log-probs, advantages, random keys from 0 to 1), [N] of all trained tokens of a step -> `SurrogateInputs.chosen`
     choice: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     terms: tuple[TokenTerm, ...] = ()  # further terms, each over tokens of its own
     teacher: TeacherAdvantage | None = None  # adds a teacher's gap to the advantages
-    surrogate_coef: Coefficient | None = None  # weight of surrogate and KL term next to the others; None: 1
+    surrogate_coef: Coefficient | None = None  # common weight of surrogate and KL term; None: 1
 
     @property
     def reads_named(self) -> bool:
@@ -73,14 +74,11 @@ class Objective:
 
 
 class LossResult(NamedTuple):
-    """The loss (a scalar with its gradient), the metrics of these tokens, and the loss without its entropy bonus.
+    """Result of `policy_loss`, all on the device, so that backward is launched without waiting for forward."""
 
-    All of it is on the device, so that backward is launched before forward has ended there.
-    """
-
-    loss: Tensor
-    stats: dict[str, Stat]
-    without_bonus: Tensor  # scalar, without a gradient
+    loss: Tensor  # scalar, with its gradient
+    stats: dict[str, Stat]  # metrics of the micro-batch
+    without_bonus: Tensor  # scalar, the loss without its entropy bonus and without a gradient
 
 
 def policy_loss(
@@ -93,21 +91,22 @@ def policy_loss(
     named: Tensor | None = None,
     divergence: Tensor | None = None,
 ) -> LossResult:
-    """loss = Σ_t w_t (keep_t · ρ_t · surrogate_t + β KL_t) + Σ_terms coef Σ_t w^term_t value_t - coef Σ_t w^H_t H_t.
+    """loss = c Σ_t w_t (keep_t ρ_t surrogate_t + β KL_t) + Σ_terms coef Σ_t w^term_t value_t - coef_H Σ_t w^H_t H_t.
 
-    keep is the product of the off-policy and the entropy filter, ρ the engine/trainer mismatch weight; neither
-    touches the KL term. Denominators (inside the weights) count filtered tokens too.
+    c is `Objective.surrogate_coef`, keep the product of the off-policy and the entropy filter, ρ the engine/trainer
+    mismatch weight; keep and ρ do not apply to the KL term. Denominators (in the weights) count filtered tokens, too.
 
     Args:
-        batch: rollouts with advantages and weights; without `old_logprobs` (on-policy) the ratio is 1, its gradient
-            alive.
+        batch: rollouts with advantages and weights. Without `old_logprobs` (on-policy) the ratio is 1 and still carries
+            the gradient.
         logprobs: [N] under the policy, with their gradient.
         entropies: [N] under the policy, or None where nothing needs them.
         objective: the loss as values.
-        entropy_coef: weight of the entropy bonus; 0 leaves it out.
-        step: optimizer steps taken, by which the weights of terms may change.
-        named: [N, K] log-probs of the batch's `named_ids` under the policy, where `Objective.reads_named`.
-        divergence: [N] from each token's teacher over the whole vocabulary, with `Objective.divergence_beta`.
+        entropy_coef: weight of the entropy bonus (coef_H); 0 leaves it out.
+        step: number of optimizer steps taken, for coefficients that have a schedule.
+        named: [N, K] log-probs of the batch's `named_ids` under the policy; needed with `Objective.reads_named`.
+        divergence: [N] divergence from each token's teacher over the whole vocabulary; needed with
+            `Objective.divergence_beta`.
     """
     batch, sampled, of_terms = batch.silenced(), batch.sampled, logprobs
     assert batch.advantages is not None and batch.weights is not None, "credit and weights come before the loss"
@@ -134,14 +133,14 @@ def policy_loss(
         assert batch.ref_logprobs is not None, "a KL term needs the reference's log-probs"
         kl = objective.kl(logprobs, batch.ref_logprobs)
         if objective.correct_kl_bias:
-            # As `SurrogateInputs.ratio`: 0 · ∞ is NaN; and neither is the product infinite.
+            # Both factors are bounded: 0 · ∞ would be NaN, and an infinite product would make the loss infinite.
             kl = (kl * (logprobs - old).clamp(max=MAX_LOG_RATIO).exp()).clamp(-MAX_PENALTY, MAX_PENALTY)
         loss = loss + objective.beta * _weighted(batch.weights, kl)
         stats["kl"] = _masked_mean(kl.detach(), sampled)
     if objective.surrogate_coef is not None:
         loss = objective.surrogate_coef(step) * loss
     for term in objective.terms:
-        if term.name not in batch.term_tokens:  # of a batch that no stage of a run has made
+        if term.name not in batch.term_tokens:  # a batch made by hand, without the stages of a run
             continue
         value, found = term_loss(term, term_inputs(batch, term.name, of_terms, rho, named, divergence), step)
         loss, stats = loss + value, stats | found
@@ -154,12 +153,12 @@ def policy_loss(
 
 
 def _weighted(weights: Tensor, values: Tensor) -> Tensor:
-    """Σ w v over the tokens that count; the others cannot spoil it, not even with an infinity."""
+    """Σ w v over the tokens with a weight; 0 · ∞ at another token would make the sum NaN."""
     return (weights * torch.where(weights != 0, values, 0.0)).sum()
 
 
 def _filters(x: SurrogateInputs, batch: TrainBatch, objective: Objective) -> Tensor | None:
-    """Which tokens' surrogate counts, [N] bool, or None for all."""
+    """[N] bool, True where the surrogate of a token counts; None if all count."""
     keep = None
     if objective.off_policy_threshold is not None:
         behaviour = x.old_logprobs if batch.engine_logprobs is None else batch.engine_logprobs

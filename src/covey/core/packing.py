@@ -15,11 +15,11 @@ from covey.core.batch import TrainBatch
 from covey.core.strands import strand_sizes
 
 ENOUGH_TOKENS = {"cpu": 1024, "cuda": 16384}
-"""Tokens with which a forward pass keeps the hardware busy; more take memory and gain nothing."""
+"""Tokens that keep a device busy in one forward pass; more tokens take memory and gain no speed."""
 
 
 class RolloutSizes(Protocol):
-    """Fields that a plan is made from: a `TrainBatch`, or the index of a batch that spans processes."""
+    """Sizes that packing reads: fields of a `TrainBatch`, or of the index of a batch that spans processes."""
 
     @property
     def lengths(self) -> Tensor: ...
@@ -35,18 +35,21 @@ Unit = list[int]  # rollouts of one group that stay together
 
 @dataclass(frozen=True)
 class ActivationRoom:
-    """Memory for the activations of a micro-batch, and what its layers take of it.
+    """Memory for the activations of a micro-batch, and how many layers can keep theirs instead of recomputing them.
 
-    The last layers are those that keep: the backward pass begins with them and frees theirs before it recomputes any.
+    The layers nearest the output keep their activations: backward begins with them and frees their memory before it
+    recomputes a layer.
     """
 
     size: int  # bytes for the activations of a micro-batch
-    recomputed: int  # bytes per token where every layer recomputes
-    layer: int  # bytes per token of each layer that does not, in addition
-    layers: int
+    recomputed: int  # bytes per token if every layer recomputes
+    layer: int  # further bytes per token for each layer that keeps its activations
+    layers: int  # number of layers
 
     def kept(self, tokens: int) -> int:
-        """Layers that keep in a micro-batch of so many tokens; the last one for nothing, as it is recomputed at once.
+        """Number of layers that keep their activations in a micro-batch of `tokens` tokens.
+
+        The last layer costs nothing more: backward would recompute it first, when no memory has been freed yet.
 
         Example:
             100 bytes for 2 tokens, 20 each in any case and 10 for a layer: 1 + (100 - 40) // 20 = 4 layers.
@@ -56,8 +59,9 @@ class ActivationRoom:
 
 
 def computed_tokens(batch: RolloutSizes, rows: Sequence[int], layout: str) -> int:
-    """Tokens that a forward pass over some rollouts computes: "shared_prefix" counts each prompt once, "padded" counts
-    padding.
+    """Tokens that a forward pass over the rollouts `rows` computes.
+
+    Layout "shared_prefix" counts each prompt once, "packed" once per rollout, "padded" counts the padding as well.
 
     Example:
         A prompt of 4 tokens with completions of 2 and 3: shared 4 + 2 + 3 = 9, packed 6 + 7 = 13, padded 2 · 7 = 14.
@@ -66,21 +70,26 @@ def computed_tokens(batch: RolloutSizes, rows: Sequence[int], layout: str) -> in
 
 
 def derived_budget(rows: int, longest: int, largest: int, device_type: str, room: int = 0) -> int:
-    """Default tokens of a micro-batch: enough for the device or the largest group, but no more than the rows padded.
+    """Default token budget of a micro-batch: enough to keep the device busy and to hold the largest group.
 
-    `room`: tokens for which the device's memory suffices by the memory plan. Up to these, a micro-batch is as large as
-    keeps the device busy, whatever the user's batch size; 0: unknown.
+    Args:
+        rows: rollouts that the user asked for per micro-batch (`per_device_train_batch_size`).
+        longest: tokens of the longest rollout; rows · longest bounds the budget.
+        largest: tokens of the largest group.
+        device_type: "cpu" or "cuda".
+        room: tokens that fit into the device's memory by the memory plan, 0 if unknown. Up to this number the budget
+            keeps the device busy even if `rows` is smaller.
     """
     enough = ENOUGH_TOKENS.get(device_type, ENOUGH_TOKENS["cuda"])
     return max(min(rows * longest, max(enough, largest)), min(enough, room))
 
 
 def pack_micro_batches(batch: RolloutSizes, budget: int, layout: str, at_least: int = 1) -> list[Tensor]:
-    """Cut a batch into micro-batches of at most `budget` tokens, the largest first: the rollouts of each.
+    """Cut a batch into micro-batches of at most `budget` tokens: the rollouts of each, [R] int64, largest first.
 
-    Groups stay together where they fit; a longer rollout gets a micro-batch of its own. Their number is what first-fit
-    decreasing needs, or `at_least` if that is more, so that ranks run equally many. They are evened out by giving each
-    unit, longest first, to the shortest one (Graham 1969).
+    Groups stay together where they fit; a rollout longer than the budget gets a micro-batch of its own. There are as
+    many micro-batches as first-fit decreasing needs, but at least `at_least`, so that all ranks run equally many. Their
+    sizes are balanced by giving each unit, longest first, to the micro-batch that is shortest so far (Graham 1969).
     """
     if not len(batch):
         return []
@@ -95,7 +104,10 @@ def pack_micro_batches(batch: RolloutSizes, budget: int, layout: str, at_least: 
 
 
 def balance_ranks(batch: RolloutSizes, ranks: int, layout: str) -> list[Tensor]:
-    """Divide rollouts over ranks evenly by tokens; a group stays together unless it is more than a fair share."""
+    """Divide rollouts over ranks evenly by tokens: the rollouts of each rank, [R] int64 in order.
+
+    A group stays together unless it has more than 1 / ranks of the tokens.
+    """
     costs = _Costs(batch, "packed" if layout == "padded" else layout)
     fair = -(-costs.of(range(len(batch))) // ranks)
     shares = _even_bins(costs, costs.units(fair), ranks)
@@ -103,7 +115,7 @@ def balance_ranks(batch: RolloutSizes, ranks: int, layout: str) -> list[Tensor]:
 
 
 class _Costs:
-    """Token counts of sets of rollouts, from plain lists."""
+    """Counts the tokens of sets of rollouts; holds plain lists, which are faster than tensors here."""
 
     def __init__(self, batch: RolloutSizes, layout: str):
         self.layout = layout
@@ -133,7 +145,7 @@ class _Costs:
         return tokens
 
     def units(self, limit: int) -> list[Unit]:
-        """Groups, cut where they exceed `limit` into as few and as equal parts as meet it, if rollouts allow."""
+        """Groups; a group of more than `limit` tokens is cut into as few equal parts as keep to it, if possible."""
         members: dict[int, Unit] = {}
         for row, group in enumerate(self.groups):
             members.setdefault(group, []).append(row)
@@ -177,7 +189,7 @@ def _padded_bins(costs: _Costs, budget: int) -> list[Unit]:
 
 
 def _even_bins(costs: _Costs, units: list[Unit], count: int) -> list[Unit]:
-    """Each unit, longest first, into the bin that is shortest so far."""
+    """Put each unit, longest first, into the bin that has the fewest tokens so far."""
     bins: list[Unit] = [[] for _ in range(count)]
     loads = [0] * count
     for unit in sorted(units, key=costs.of, reverse=True):

@@ -45,13 +45,13 @@ Mode = Literal["train", "eval"]
 """Purpose of rollouts: training or an evaluation."""
 
 StepRewards = list[tuple[int, float]]
-"""Pairs of an end and a reward, NaN for an abstention. Ends are those that a reward function returned (`CharEnd`,
-`TurnEnd` or a token index) until they are resolved to token indexes."""
+"""Pairs of an end and a reward, NaN for an abstention. An end is what a reward function returned (`CharEnd`, `TurnEnd`
+or a token index) until it is resolved to a token index."""
 
 Message = dict[str, Any]  # one chat message: `{"role": ..., "content": ...}` and whatever else a chat template reads
 
 WRITERS = ("user", "tool", "system")
-"""Roles of messages that others than the policy write in an episode; `Rollout.observed` has their places from 1 on."""
+"""Roles of the messages in an episode that the policy does not write; `Rollout.observed` stores 1 + the index here."""
 
 PER_TOKEN = ("logprobs", "entropies", "versions", "sampling_mask")
 """Fields of completions and rollouts that have a value for each token, or are None where the engine reports none."""
@@ -63,7 +63,7 @@ class PromptSample:
 
     row: dict[str, Any]  # the dataset row; `row["prompt"]` is the prompt
     prompt: int  # the row's number, which seeds the sample
-    sample: int  # index among the prompt's completions, 0 ... G-1.
+    sample: int  # index among the prompt's completions, from 0 to G - 1
     source: str = ""  # name of the row's source (`covey.data.sources`); "" in a run without
     max_tokens: int | None = None  # most tokens of the completion, where its source has a limit of its own
 
@@ -93,8 +93,8 @@ class FinishReason(StrEnum):
     STOP = "stop"  # the policy emitted an end-of-sequence token
     LENGTH = "length"  # the completion reached `max_completion_length`, or the context ended: truncated
     TOOL_BUDGET = "tool_budget"  # the tool-calling iterations were used up
-    ERROR = "error"  # something outside the policy failed; the rollout carries what there was until then
-    ABSENT = "absent"  # there was no such rollout: a game had fewer trained seats than others, and is filled up
+    ERROR = "error"  # something outside the policy failed; the rollout holds the tokens up to the failure
+    ABSENT = "absent"  # a placeholder without tokens: its game had fewer trained seats than others
 
 
 @dataclass(slots=True)
@@ -110,21 +110,24 @@ class Completion:
     # engine does not report them
     entropies: list[float] | None = None
     # how many of the first tokens were taken from a draft (`SampleRequest.drafts`) instead of decoded one by one; their
-    # log-probs and entropies are the current policy's all the same
+    # log-probs and entropies are still those under the current policy
     reused: int = 0
-    # policy version, in optimizer steps, that each token was sampled with; None if the engine does not say. Tokens of
-    # one completion differ in it where new weights arrived while it was being sampled.
+    # policy version, in optimizer steps, that each token was sampled with; None if the engine does not say. Versions
+    # differ within a completion if new weights arrived while it was being sampled.
     versions: list[int] | None = None
-    # ids of the tokens that each token was drawn from (none: from all), under `SamplingParams.keep_mask`; else None
+    # ids of the tokens that each token was drawn from (an empty list: from all), under `SamplingParams.keep_mask`
     sampling_mask: list[list[int]] | None = None
-    # experts of the tokens of the prompt and of the completion, from the first on, under `SamplingParams.keep_routes`,
-    # else None: [R, L, k] uint8 or int16 (`covey.core.routes`). The last token, no input of the model, has none
+    # experts of the first R tokens of prompt and completion, under `SamplingParams.keep_routes`: [R, L, k] uint8 or
+    # int16 (`covey.core.routes`). The last token has none, because it was never an input of the model
     routes: Tensor | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(slots=True)
 class Rollout:
-    """One finished episode; ValueError for lists of tokens of other lengths than `completion_ids`.
+    """One finished episode.
+
+    ValueError if a list with a value per token is not as long as `completion_ids`, or if `turn_ends` or `routes` reach
+    beyond the tokens.
 
     Example:
         A rollout that answered "4<eos>" to "2+2=":
@@ -137,33 +140,33 @@ class Rollout:
     logprobs: list[float] | None  # as the engine saw them, one per completion token (0.0 where not sampled), or None
     completion: str | list[Message]  # for reward functions: text (standard prompts) or messages
     finish: FinishReason  # why it ended
-    group: int = 0  # index, within the batch, of its prompt, which its group shares
-    entropies: list[float] | None = None  # as the log-probs
+    group: int = 0  # index of its prompt within the batch, equal for all rollouts of a group
+    entropies: list[float] | None = None  # in nats, one per completion token, or None
     media: tuple[Media, ...] = ()  # images in the prompt, then in the results of tools
     extras: dict[str, Any] = field(default_factory=dict)  # for reward functions (from a `rollout_func` or environment)
     reused: int = 0  # how many of the sampled tokens were taken from a draft
     # policy version, in optimizer steps, that each completion token was sampled with; None if the engine does not say
     versions: list[int] | None = None
-    # index of the last token of each of the policy's turns among `completion_ids`; empty where nobody says: one turn
+    # index of the last token of each of the policy's turns among `completion_ids`; if empty, it counts as one turn
     turn_ends: list[int] = field(default_factory=list)
     # number of tool calls by fate: "ok", or one of `covey.rollout.tools.toolbox.Failure`
     calls: dict[str, int] = field(default_factory=dict)
     error: str | None = None  # description of a failure outside of the policy, where `finish` is ERROR
-    seconds: float = 0.0  # from the beginning to the end, where an agent played it
-    tool_seconds: float = 0.0  # those of them in which it waited for its tools
-    prompt: str | list[Message] | None = None  # the episode's own, where that need not be the row's
-    sampling_mask: list[list[int]] | None = None  # as an engine returns it, one per completion token
+    seconds: float = 0.0  # duration, where an agent played it
+    tool_seconds: float = 0.0  # part of the duration that was spent waiting for tools
+    prompt: str | list[Message] | None = None  # the episode's own prompt, where it may differ from the row's
+    sampling_mask: list[list[int]] | None = None  # as `Completion.sampling_mask`, one list per completion token
     # where strands begin among `completion_ids` (`covey.core.strands`), in order, each with the index of the token that
     # it follows, counted over prompt and completion (-1: none)
     strands: list[tuple[int, int]] = field(default_factory=list)
-    # lists that tools returned, by the index of their message in `completion`, which holds the text that was read
+    # lists that tools returned, by the index of the tool's message in `completion`; the message has the list as text
     returned: dict[int, list[Any]] = field(default_factory=dict)
     role: str = ""  # seat of a game that it was played in, by which credit is assigned; "": none
-    game: int = 0  # number of its game among those of its group
-    # who wrote each completion token during the episode: 1 + the place of the message's role in `WRITERS`, or 0 where
-    # the policy or a program did. The template's own tokens count with the message. None where nobody says
+    game: int = 0  # number of its game within the group
+    # writer of each completion token: 1 + the index of the message's role in `WRITERS`, or 0 for the policy and for
+    # programs. Tokens that the chat template adds count with the message. None if the writers are not known
     observed: list[int] | None = None
-    # experts of the first R tokens of prompt and completion, as an engine returns them: [R, L, k], or None
+    # experts of the first R tokens of prompt and completion, [R, L, k], as `Completion.routes`; or None
     routes: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -173,13 +176,13 @@ class Rollout:
             if values is not None and len(values) != tokens:
                 raise ValueError(
                     f"a Rollout of {tokens} completion_ids was given {len(values)} {name}: give one for each token of"
-                    " the completion, those of tool results included."
+                    " the completion, including the tokens of tool results."
                 )
         if self.routes is not None and len(self.routes) > len(self.prompt_ids) + tokens:
             raise ValueError(
                 f"a Rollout of {len(self.prompt_ids)} prompt_ids and {tokens} completion_ids was given the routes of"
-                f" {len(self.routes)} tokens: give those of the prompt's tokens and of the completion's, from the first"
-                " on."
+                f" {len(self.routes)} tokens: give at most one route per token, first for the prompt, then for the"
+                " completion."
             )
         if self.turn_ends and not 0 <= min(self.turn_ends) <= max(self.turn_ends) < tokens:
             raise ValueError(
@@ -192,11 +195,11 @@ class Rollout:
         return images_of(self.media)
 
     def asked(self, row: dict[str, Any]) -> Any:
-        """The prompt as reward functions and logs get it: the episode's own, or the row's."""
+        """The prompt as reward functions and logs get it: the episode's own, or else that of the dataset row."""
         return row.get("prompt") if self.prompt is None else self.prompt
 
     def answered(self) -> Any:
-        """The completion as reward functions get it: a result that is a list stays one."""
+        """The completion as reward functions get it: a list that a tool returned is given as a list, not as text."""
         if not self.returned or isinstance(self.completion, str):
             return self.completion
         messages = enumerate(self.completion)
@@ -204,7 +207,7 @@ class Rollout:
 
     @property
     def truncated(self) -> bool:
-        """True if the policy was cut off rather than having stopped by itself."""
+        """True if the policy did not stop by itself: it was cut off, used up its tool calls, or something failed."""
         return self.finish not in (FinishReason.STOP, FinishReason.ABSENT)
 
     @property
@@ -217,9 +220,9 @@ class Rollout:
 
 
 class GameSeat(NamedTuple):
-    """Seat of a game that a completion was played in."""
+    """Seat that a completion was played in: a role in a game."""
 
-    role: str  # its name; "": none
+    role: str  # name of the seat; "": none
     game: int = 0  # number of the game in the completion's group
     environment: str = ""  # name of the environment of the row, where it has one
 
@@ -231,13 +234,13 @@ NO_SEAT = GameSeat("")
 class Scores:
     """Rewards of N completions."""
 
-    rewards: Tensor  # [N, F] unweighted, NaN where a function abstained; the sum where it rewarded steps
+    rewards: Tensor  # [N, F] unweighted, NaN where a function abstained; the sum of its steps where it rewarded steps
     # [N] dictionaries: index of a reward function that rewarded the completion's steps -> pairs of a step's last token
     # and its reward
     steps: list[dict[int, StepRewards]]
     lengths: list[int]  # [N] completion tokens, including those of tool results
-    seats: list["GameSeat"] = field(default_factory=list)  # [N] of each completion; empty where none was played in one
-    sources: list[str] = field(default_factory=list)  # [N] names of the rows' sources; empty in a run without
+    seats: list["GameSeat"] = field(default_factory=list)  # [N]; empty where no completion belongs to a game
+    sources: list[str] = field(default_factory=list)  # [N] names of the rows' sources; empty in a run without sources
 
     @classmethod
     def joined(cls, parts: Sequence["Scores"]) -> "Scores":
@@ -251,14 +254,14 @@ class Scores:
         )
 
     def take(self, rows: Tensor) -> "Scores":
-        """The scores of some completions."""
+        """The scores of the completions `rows` [R], in this order."""
         chosen = rows.tolist()
         seats, sources = ([values[n] for n in chosen] if values else [] for values in (self.seats, self.sources))
         steps, lengths = [self.steps[n] for n in chosen], [self.lengths[n] for n in chosen]
         return Scores(self.rewards[rows], steps, lengths, seats, sources)
 
     def by_source(self) -> dict[str, Tensor]:
-        """Numbers of the completions of each source, in their order."""
+        """Indexes of the completions of each source, in order: [n] int64 by the source's name."""
         numbers: dict[str, list[int]] = {}
         for number, name in enumerate(self.sources or [""] * len(self.lengths)):
             numbers.setdefault(name, []).append(number)
@@ -270,7 +273,7 @@ class Scores:
         return sorted(set[int]().union(*self.steps))
 
     def steps_of(self, function: int) -> list[StepRewards]:
-        """[N] steps of a process function; a plain number is one step, which ends with the completion."""
+        """[N] steps that a process function rewarded; a plain number counts as one step that ends the completion."""
         numbers = self.rewards[:, function].tolist()
         found: list[StepRewards] = []
         for steps, length, number in zip(self.steps, self.lengths, numbers, strict=True):
@@ -292,18 +295,18 @@ class Scores:
 class RolloutBatch:
     """Completions of this process with their rewards."""
 
-    samples: list[PromptSample]  # n of each, in sampling order
-    rollouts: list[Rollout]
+    samples: list[PromptSample]  # n, in sampling order
+    rollouts: list[Rollout]  # n, in the same order
     rewards: Tensor  # [n, F], NaN where a function abstained
     columns: dict[str, list[Any]]  # further columns of the completions table, each [n]
-    steps: list[dict[int, StepRewards]]  # [n], rewards of steps by the number of the function that gave them
-    key: tuple[Any, ...] = ()  # mode and number, and that of a further round if any; samples are seeded with it
+    steps: list[dict[int, StepRewards]]  # [n], rewards of steps by the index of the reward function
+    key: tuple[Any, ...] = ()  # (mode, number of the rollout batch), and the round's number if it is not the first
     selection: Any = None  # `covey.data.dynamic_sampling.Selection`, where groups were selected by their rewards
     stats: list[dict[str, Stat]] = field(default_factory=list)  # metrics of sampling and rewards
 
     @property
     def scores(self) -> Scores:
-        """Rewards and lengths, as other processes get them."""
+        """Rewards, lengths, seats and sources: the part of the batch that is sent to other processes."""
         lengths = [len(rollout.completion_ids) for rollout in self.rollouts]
         sources = [sample.source for sample in self.samples] if any(sample.source for sample in self.samples) else []
         return Scores(self.rewards, self.steps, lengths, seats_of(self.samples, self.rollouts), sources)
@@ -314,7 +317,7 @@ class RolloutBatch:
 
 
 def seats_of(samples: Sequence[PromptSample], rollouts: Sequence[Rollout]) -> list[GameSeat]:
-    """The seat of each rollout; empty where none was played in one."""
+    """The seat of each rollout, [n]; empty where no rollout belongs to a game."""
     if not any(rollout.role or rollout.game for rollout in rollouts):
         return []
     pairs = zip(samples, rollouts, strict=True)
@@ -322,31 +325,31 @@ def seats_of(samples: Sequence[PromptSample], rollouts: Sequence[Rollout]) -> li
 
 
 class Behaviour(NamedTuple):
-    """Rollouts under the policies that the loss compares with."""
+    """Rollouts with their log-probs under the policies that the loss compares with (old, reference, engine)."""
 
     rollouts: list[Rollout]  # with the entropies that were measured
     batch: "TrainBatch"  # with the log-probs that the loss needs, and the tokens of its terms
-    kl: Tensor | None  # [n] the reward's KL penalty, or None
+    kl: Tensor | None  # [n] KL penalty that is subtracted from the rewards, or None
     entropy: list[dict[str, Stat]]  # the metric `entropy` of all completions, in parts; empty if it is not known
-    stats: list[dict[str, Stat]]
+    stats: list[dict[str, Stat]]  # further metrics
 
 
 @dataclass(frozen=True)
 class RankShard:
-    """One process's share of a rollout batch, as it is sent to the others: numbers alone."""
+    """One process's share of a rollout batch, as it is sent to the other processes: numbers, no text."""
 
     scores: Scores  # rewards of its n completions
     kl: Tensor | None  # [n] KL penalty of each completion, or None
     trained: list[int]  # n, tokens of each that are learned from
     micro_batches: int  # nominal micro-batches
-    staleness: int  # optimizer steps by which the weights that sampled a token are older than the current ones, at most
+    staleness: int  # largest age, in optimizer steps, of the weights that a token was sampled with
     lengths: list[int]  # n, sampled tokens
-    truncated: list[bool]  # n, it was cut off
-    prompt_tokens: int  # of all of them
-    entropies: list[float | None]  # n, mean over a completion's sampled tokens, in nats; None if unknown or unasked
+    truncated: list[bool]  # n, `Rollout.truncated`
+    prompt_tokens: int  # sum over the n completions
+    entropies: list[float | None]  # n, mean over a completion's sampled tokens, in nats; None if unknown or not needed
     likeness: list[Any]  # n, `covey.core.likeness.Keys`, by which completions are compared
-    terms: dict[str, Any] = field(default_factory=dict)  # `covey.core.terms.TermCounts` of each of the loss's terms
-    term_sizes: dict[str, list[int]] = field(default_factory=dict)  # n of each, tokens of the term in each completion
+    terms: dict[str, Any] = field(default_factory=dict)  # `covey.core.terms.TermCounts` by the name of the loss's term
+    term_sizes: dict[str, list[int]] = field(default_factory=dict)  # [n] tokens in each completion, by the term's name
 
 
 @dataclass(frozen=True)
@@ -358,19 +361,19 @@ class Experience:
     # it, so that the loss has to
     entropy: list[dict[str, Stat]]
     stats: list[dict[str, Stat]] = field(default_factory=list)  # metrics of sampling, rewards, scores and credit
-    sources: list[str] = field(default_factory=list)  # names of the rollouts' sources; empty in a run without
+    sources: list[str] = field(default_factory=list)  # names of the rollouts' sources; empty in a run without sources
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Micro-batches of an optimizer step or an evaluation batch on this process, and the numbers that they share."""
+    """Micro-batches of an optimizer step or an evaluation batch on this process, with the settings that they share."""
 
     micro_steps: list[list["TrainBatch"]]  # in the order in which they run; a micro-step may have none
     training: bool = True  # False: the loss of an evaluation
-    # factor of every micro-batch's loss: weights assume a full accumulation window and sum over processes, and the
-    # optimizer sees a mean over processes
+    # factor of every micro-batch's loss: token weights are for a sum over processes and a full gradient accumulation,
+    # but gradients are averaged over processes
     scale: float = 1.0
-    measures_entropy: bool = False  # the micro-batches measure the metric `entropy`, which is not known of all rollouts
+    measures_entropy: bool = False  # the forward passes measure `entropy`, because it is unknown for some rollouts
     # (router loads of a micro-batch, its number of rollouts) -> its share of the load-balancing loss, before the
     # coefficient; None without such a loss
     balance: Callable[[Any, int], Tensor] | None = None
@@ -404,5 +407,5 @@ class PlannedMicroStep:
 
     @property
     def is_last(self) -> bool:
-        """True if the optimizer steps after it."""
+        """True if the optimizer takes its step after this micro-step."""
         return self.number == len(self.plan.micro_steps) - 1

@@ -1,7 +1,7 @@
 """Routes of tokens through mixtures of experts: the experts that each token was sent to, in each layer with a router.
 
-Letters: T tokens, L layers with a router, k experts of a token. A route is stored in a byte per expert, or two: `NONE`
-stands for an expert that is not known, and then for all of the token.
+Letters: T tokens, L layers with a router, k experts of a token. A route takes one or two bytes per expert. `NONE` marks
+an expert that is not known; a route is known as a whole or not at all.
 """
 
 import io
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 NONE = {torch.uint8: 255, torch.int16: -1}
-"""Fill value by dtype of tokens whose route is not known."""
+"""Fill value of unknown routes, by dtype."""
 
 
 class RouteShape(NamedTuple):
@@ -38,7 +38,7 @@ class RouteShape(NamedTuple):
         return torch.full((tokens, len(self.layers), self.top_k), NONE[self.dtype], dtype=self.dtype)
 
     def stored(self, ids: Tensor) -> Tensor:
-        """Ids [T, L, k] of any integer type as they are stored."""
+        """Ids [T, L, k] of any integer type, converted to the dtype in which routes are stored."""
         return ids.to(self.dtype)
 
     def of_server(self, ids: np.ndarray) -> Tensor:
@@ -48,28 +48,28 @@ class RouteShape(NamedTuple):
         """
         if ids.ndim != 3 or ids.shape[1] not in (len(self.layers), self.hidden_layers) or ids.shape[2] != self.top_k:
             raise ValueError(
-                f"experts [tokens, layers, k] of shape {list(ids.shape)} came, and the model has {len(self.layers)}"
-                f" layers with a router among {self.hidden_layers}, and {self.top_k} experts of a token"
+                f"the server returned experts of shape {list(ids.shape)}; expected [tokens, layers, k], where the model"
+                f" has {len(self.layers)} layers with a router among {self.hidden_layers}, and k={self.top_k}"
             )
         own = ids if ids.shape[1] == len(self.layers) else ids[:, list(self.layers)]
         if own.size and not 0 <= int(own.min()) <= int(own.max()) < self.experts:
             wrong = int(own.max()) if int(own.max()) >= self.experts else int(own.min())
-            raise ValueError(f"expert {wrong} came, and the model has {self.experts}")
+            raise ValueError(f"the server returned expert {wrong}; the model has experts 0 to {self.experts - 1}")
         return self.stored(torch.from_numpy(np.ascontiguousarray(own.astype(np.int64))))
 
 
 def unknown_like(routes: Tensor, tokens: int) -> Tensor:
-    """[tokens, L, k] routes that are not known, as other routes are stored."""
+    """[tokens, L, k] unknown routes, with the L, k, dtype and device of other routes."""
     return torch.full((tokens, *routes.shape[1:]), NONE[routes.dtype], dtype=routes.dtype, device=routes.device)
 
 
 def are_known(routes: Tensor) -> Tensor:
-    """[T] bool: the route of the token is known."""
+    """[T] bool: True where the route of the token is known."""
     return (routes != NONE[routes.dtype]).flatten(1).all(1)
 
 
 def continued(known: Tensor | None, later: Tensor) -> Tensor:
-    """Routes of the first tokens of a sequence, and those of the tokens after them from a later pass over them all.
+    """Extend the routes `known` of a sequence's first tokens by routes `later` of a pass over the whole sequence.
 
     A token keeps the route that it was first computed with, as its log-prob does.
 
@@ -84,15 +84,18 @@ def continued(known: Tensor | None, later: Tensor) -> Tensor:
 
 
 def spread(routes: Tensor | None, prompt: int, completion: int, shape: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Routes of the prompt's tokens and of the completion's, filled up where they are not known; `shape` [0, L, k]."""
+    """Routes of `prompt` and of `completion` tokens, [.., L, k] each; unknown where `routes` ends.
+
+    `shape` [0, L, k] gives L, k and dtype to a sequence without routes.
+    """
     known = shape if routes is None else routes
-    assert known is not None, "some sequence has routes"
+    assert known is not None, "routes or a shape are needed"
     whole = torch.cat([known, unknown_like(known, prompt + completion - len(known))])
     return whole[:prompt], whole[prompt:]
 
 
 def differing(own: Tensor, others: Tensor) -> Tensor:
-    """[T, L] bool: the token has other experts in the layer, in any order; False where one side is not known."""
+    """[T, L] bool: True where two routes have different sets of experts in a layer; False where one is unknown."""
     known = are_known(own) & are_known(others)
     return (own.sort(-1).values != others.sort(-1).values).any(-1) & known[:, None]
 
@@ -113,6 +116,6 @@ def read_bytes(data: bytes) -> np.ndarray:
 
 
 def some(routes: Sequence[Tensor | None]) -> Tensor | None:
-    """An empty slice [0, L, k] of the first routes that there are."""
+    """An empty slice [0, L, k] of the first routes that are not None, which gives L, k and dtype; None if all are."""
     first = next((one for one in routes if one is not None), None)
     return None if first is None else first[:0]

@@ -1,12 +1,13 @@
 """Routes of a model that is a mixture of experts: read in a forward pass, or forced in one (routing replay).
 
-A router chooses with `torch.topk` among the scores of its experts. In its forward pass this one call is answered here:
-the experts are written down, or those of a route are returned, with their own scores. All that the router makes of
-them, such as weights that add up to 1, is its own code on current logits, so the gradient through the gate is exact
-and only the ids are fixed. To add a model, add the class of its router to `ROUTERS`. The format: `covey.core.routes`.
+A router chooses with `torch.topk` among the scores of its experts. This one call is intercepted in the router's forward
+pass: its experts are recorded, or replaced by those of a given route, with the current scores of these experts. The
+router's own code computes everything else from current logits, such as weights that add up to 1, so the gradient
+through the gate is exact and only the ids are fixed. To add a model, add the class of its router to `ROUTERS`. Routes
+are stored as described in `covey.core.routes`.
 
-Routing replay: GSPO (arXiv 2507.18071, section 5.3) replays in the update what the old policy chose in the trainer
-(R2), and R3 (arXiv 2510.11370) what the engine chose.
+Routing replay in the update: R2 repeats the choices of the old policy in the trainer (GSPO, arXiv 2507.18071, section
+5.3), R3 repeats those of the engine (arXiv 2510.11370).
 """
 
 import copy
@@ -28,7 +29,7 @@ from covey.core.routes import NONE, RouteShape, are_known
 
 
 class Choice(NamedTuple):
-    """Attributes of a router that say how many experts it chooses among, and how many."""
+    """Names of the attributes of a router that hold its number of experts and the number chosen for a token."""
 
     experts: str = "num_experts"
     top_k: str = "top_k"
@@ -43,24 +44,25 @@ ROUTERS = dict.fromkeys(
     ),
     Choice(),
 )
-"""Routers of transformers by their class. Of the groups of experts that some choose first, nothing is replayed: only
-the last choice, among all experts, counts."""
+"""Routers of transformers by the name of their class. Some choose groups of experts first; only the last choice, among
+all experts, is recorded and replayed."""
 
 _TOP_K = (torch.topk, Tensor.topk)
 
 
 @dataclass
 class RouteReading:
-    """Findings of a forward pass, there once it has ended."""
+    """Routes of a forward pass, filled in when the pass has ended."""
 
-    taken: Tensor | None = None  # [T, L, k] experts of each position, as `RouteShape.dtype`, where they were asked for
-    # [L] positions of a forced route whose router would have chosen other experts, and the number of such positions
+    taken: Tensor | None = None  # [T, L, k] experts of each position, of `RouteShape.dtype`; None unless asked for
+    # [L] number of forced positions at which a layer's router would have chosen other experts, and the number of forced
+    # positions (scalar); None in a pass without a given route
     replaced: Tensor | None = None
     forced: Tensor | None = None
 
 
 class _Chooses(TorchFunctionMode):
-    """Answers the choice of one router's forward pass, with given ids [T, k] (-1: its own) or with its own."""
+    """Context of one router's forward pass that replaces its choice by given ids [T, k] (-1: leave the router's)."""
 
     def __init__(self, experts: int, top_k: int, given: Tensor | None):
         super().__init__()
@@ -81,28 +83,28 @@ class _Chooses(TorchFunctionMode):
         return torch.return_types.topk((scores.gather(-1, self.taken), self.taken))
 
     def _is_choice(self, scores: Any, k: Any = None, *args: Any, **kwargs: Any) -> bool:
-        """True for k experts of each token among all, not for groups of them."""
+        """True for a choice of k experts among all, False for a choice of groups."""
         return k == self._top_k and scores.dim() == 2 and scores.shape[-1] == self._experts
 
 
 @dataclass(eq=False)
 class Routing:
-    """The routers of one model, whose forward passes go through `run` from the first pass on that is read.
+    """The routers of one model. The first `passing` replaces their forward methods by `run`.
 
-    Without a pass under way they do what they did. Layers that are computed again in a backward pass get the routes of
-    the last pass with gradient.
+    Outside of `passing` they work as before, except that layers recomputed in a backward pass (gradient checkpointing)
+    get the routes of the last forward pass with gradient.
     """
 
     shape: RouteShape
     routers: list[nn.Module]
     _attached: bool = field(default=False, init=False)
-    _given: Tensor | None = field(default=None, init=False)  # [T, L, k] of the pass under way, or of the last one
+    _given: Tensor | None = field(default=None, init=False)  # [T, L, k] forced in the current or the last pass
     _under_way: bool = field(default=False, init=False)
     _taken: list[Tensor | None] = field(default_factory=list, init=False)  # L of [T, k]
     _own: list[Tensor | None] = field(default_factory=list, init=False)  # the same, as the routers would have chosen
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Routing":
-        """Routing of a copied model, without a pass under way."""
+        """The routing of a copied model, outside of any forward pass."""
         memo[id(self)] = copied = Routing(self.shape, [])
         copied.routers += [copy.deepcopy(router, memo) for router in self.routers]
         copied._attached = self._attached
@@ -110,9 +112,10 @@ class Routing:
 
     @contextmanager
     def passing(self, given: Tensor | None = None, writes: bool = True) -> Iterator[RouteReading]:
-        """Read one forward pass within, forced to the routes `given` [T, L, k] of all its positions where known.
+        """Context of one forward pass, whose routes it reads; where `given` [T, L, k] is known, it forces them.
 
-        Without `writes` the routes that were taken are not put together. CheckError where routers were not called.
+        `writes=False` leaves `RouteReading.taken` None. CheckError if some router was not called, or did not choose
+        with one `torch.topk`; RuntimeError if `given` has another number of positions than the pass.
         """
         for number, router in enumerate(self.routers) if not self._attached else ():
             router.forward = partial(self.run, number, router.forward)
@@ -151,7 +154,7 @@ class Routing:
             found.replaced, found.forced = torch.stack([(one & known).sum() for one in changed]), known.sum()
 
     def run(self, layer: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The forward pass of a layer's router."""
+        """Run the forward pass of a layer's router, recording or forcing its choice inside `passing`."""
         again = not self._under_way and self._given is not None and torch._C._current_graph_task_id() != -1
         if not (self._under_way or again):
             return forward(*args, **kwargs)
@@ -161,14 +164,14 @@ class Routing:
             stored = self._given[:, layer].to(hidden.device)
             given = stored.long().masked_fill(stored == NONE[stored.dtype], -1)
             if len(given) != (tokens := hidden.numel() // hidden.shape[-1]):
-                raise RuntimeError(f"routes of {len(given)} tokens are to be replayed in a pass over {tokens}")
+                raise RuntimeError(f"routes of {len(given)} tokens cannot be replayed in a forward pass over {tokens}")
         with _Chooses(getattr(router, choice.experts), getattr(router, choice.top_k), given) as chooses:
             result = forward(*args, **kwargs)
         if len(chooses.own) != 1:
             raise CheckError.of(
                 "model-routes",
-                f"{type(router).__name__} chose experts {len(chooses.own)} times for a token, in another way than once"
-                " with `torch.topk` among all of them.",
+                f"{type(router).__name__} called `torch.topk` over all of its experts {len(chooses.own)} times in a"
+                " forward pass; routes can be read only if it does so once.",
                 "Please report the model, and leave routing_replay unset.",
             )
         if not again:
@@ -211,19 +214,19 @@ def _router_class(module: nn.Module) -> str | None:
 
 
 def unknown_routers(model: Any) -> list[str]:
-    """Classes of modules of a model that seem to be routers and are not in `ROUTERS`."""
+    """Names of module classes of a model that look like routers and are not in `ROUTERS`."""
     names = {type(module).__name__ for module in decoder_of(model).modules()}
     return sorted(name for name in names if re.search(r"(Router|TopK\w*Gate|MoeGate)$", name) and name not in ROUTERS)
 
 
 def check_routing(model: Any, given: str) -> Routing:
-    """The routers of a model for the setting `given`; CheckError for a model without any that are known."""
+    """The routers of a model; CheckError if none of its modules is in `ROUTERS`. `given` names the setting."""
     routing = routing_of(model)
     if routing is not None:
         return routing
     others = unknown_routers(model)
     if others:
-        evidence = f"{given}: the routers of {name_of(model)} ({', '.join(others)}) are none that are known."
+        evidence = f"{given}: the routers of {name_of(model)} ({', '.join(others)}) are not supported."
         fix = "Leave routing_replay unset, or add their class to `ROUTERS` in covey.core.routing."
     else:
         evidence = f"{given}: {name_of(model)} is no mixture of experts, so there are no routes to replay."

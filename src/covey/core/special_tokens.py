@@ -34,7 +34,7 @@ def added_prefix(tokenizer: Any) -> list[int]:
 
 
 def without_second(ids: list[int], prefix: Sequence[int]) -> list[int]:
-    """Tokens of a text that begins with the tokens which the tokenizer adds: these once instead of twice.
+    """Token `ids` of a text, with the prefix that the tokenizer adds once if the text already began with it.
 
     Example:
         >>> without_second([1, 1, 5], [1]), without_second([1, 5], [1])
@@ -45,7 +45,7 @@ def without_second(ids: list[int], prefix: Sequence[int]) -> list[int]:
 
 
 def opened_thinking(tokenizer: Any, before: Sequence[int]) -> str:
-    """Text with which the tokens before a turn open a block of thinking, such as `"<think>\\n"`; else an empty one."""
+    """Mark at the end of the tokens before a turn that opens thinking, such as `"<think>\\n"`; else an empty text."""
     if not before:
         return ""
     found = _OPENS.search(tokenizer.decode(list(before[-_TAIL:]), skip_special_tokens=False))
@@ -54,14 +54,15 @@ def opened_thinking(tokenizer: Any, before: Sequence[int]) -> str:
 
 @dataclass(eq=False)
 class CompletionDecoder:
-    """Text of completions: without special tokens, but for marks that are part of what the policy says.
+    """Decoder of completions to text that leaves out special tokens, except those that are part of an answer.
 
-    Those are tags with a counterpart (`<think>` and `</think>`, `[THINK]` and `[/THINK]`, `<answer>` and `</answer>`),
-    names of reasoning and answers, and what is `named`. Tokens that begin, end or pad sequences are never shown.
+    Kept are tags with a counterpart (`<think>` and `</think>`, `[THINK]` and `[/THINK]`, `<answer>` and `</answer>`),
+    tokens whose text names thinking, reasoning, answers or solutions, and the tokens in `named`. Tokens that begin, end
+    or pad sequences are always left out.
     """
 
     tokenizer: Any
-    named: Collection[str] = ()  # texts of special tokens
+    named: Collection[str] = ()  # texts of further special tokens to keep
 
     def __post_init__(self) -> None:
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
@@ -86,14 +87,14 @@ class CompletionDecoder:
         return str(self.tokenizer.decode([one for one in token_ids if one not in self.hidden]))
 
     def _warn_of_unknown(self, token_ids: Sequence[int]) -> None:
-        """Say once that the policy samples places of its head for which the tokenizer has no token."""
+        """Warn once that the policy samples ids for which the tokenizer has no token."""
         beyond = [one for one in token_ids if one >= self._size]
         names = self.tokenizer.convert_ids_to_tokens(beyond)  # ids may have gaps
         if unknown := [one for one, name in zip(beyond, names, strict=True) if name is None]:
             self._warned = True
             warnings.warn(
-                f"the policy sampled token {unknown[0]}, and the tokenizer's {self._size} tokens have none of that"
-                " number: the model's head is padded. Such tokens have no text, so rewards do not see them, and servers"
-                " may refuse them. Before training, `model.resize_token_embeddings(len(tokenizer))` takes them away.",
+                f"the policy sampled token {unknown[0]}, which is not among the tokenizer's {self._size} tokens: the"
+                " model's head is padded. Such tokens have no text, so rewards do not see them, and servers may refuse"
+                " them. To remove them, call `model.resize_token_embeddings(len(tokenizer))` before training.",
                 stacklevel=2,
             )

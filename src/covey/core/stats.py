@@ -38,7 +38,7 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """A total over the window and the ranks."""
+    """A total over all ranks, and over the optimizer steps between two log entries."""
 
     number: Number
     reduction: ClassVar[str] = "sum"
@@ -83,7 +83,7 @@ def on_device(stats: dict[str, Stat]) -> bool:
 
 
 def read(several: Sequence[dict[str, Stat]]) -> list[dict[str, Stat]]:
-    """The same with plain numbers; the tensors of each dtype and device are read in one transfer."""
+    """Copies with plain numbers in place of tensors; tensors of one dtype and device are read in one transfer."""
     tensors: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = defaultdict(dict)
     for stats in several:
         for stat in stats.values():

@@ -1,7 +1,8 @@
 """Strands: rollouts whose tokens form a tree, for programs that rewrite their history or hold several conversations.
 
-`Rollout.completion_ids` holds the tokens of the tree, each once and a strand's own after the other's. A strand begins
-after any earlier token of the prompt or the completion, or after none. Everything but a forward pass sees one sequence.
+`Rollout.completion_ids` holds each token of the tree once, one strand's own tokens after another's. A strand continues
+any earlier token of the prompt or the completion, or starts without context. Only forward passes read strands; all
+other code sees one sequence.
 
 Example:
     A rollout with the prompt [1, 2] answers [3, 4], and then [5] to the prompt [1, 9], which shares its first token:
@@ -10,11 +11,11 @@ Example:
     >>> from covey.core.records import FinishReason, Rollout
     >>> sampled = [True, True, False, True]
     >>> rollout = Rollout([1, 2], [3, 4, 9, 5], sampled, None, "", FinishReason.STOP, strands=[(2, 0)])
-    >>> rows, owners = unfolded(collate([rollout]))
+    >>> rows, owners, tokens = unfolded(collate([rollout]))
     >>> [prompt.tolist() for prompt in rows.prompts()], [row.tolist() for row in rows.completions()]
     ([[1, 2], [1]], [[3, 4], [9, 5]])
-    >>> rows.sampled.tolist(), owners.tolist()
-    ([True, True, False, True], [0, 0])
+    >>> rows.sampled.tolist(), owners.tolist(), tokens.tolist()
+    ([True, True, False, True], [0, 0], [0, 1, 2, 3])
 """
 
 from bisect import bisect_right
@@ -32,9 +33,9 @@ follows, counted over prompt and completion; -1 for none."""
 
 
 def paths(prompt: int, completion: int, strands: Strands) -> list[tuple[int, list[range]]]:
-    """Each strand from its beginning to its end: prompt tokens and indexes of completion tokens, its own ones last.
+    """The path of each strand from its root: a number of prompt tokens, and ranges of completion tokens, own ones last.
 
-    A strand that follows nothing has -1 - i prompt tokens: token i of the completion stands for the prompt.
+    If a strand follows nothing, token i of the completion takes the place of the prompt, and the number is -1 - i.
     """
     found: list[tuple[int, list[range]]] = []
     starts = [0, *(start for start, _ in strands)]
@@ -61,7 +62,9 @@ def longest(prompt: int, completion: int, strands: Strands) -> int:
 
 
 def strand_sizes(batch: TrainBatch) -> Tensor:
-    """[B, 4] int64: rows of each rollout in `unfolded`, their tokens, the longest's, and those of shortened prompts."""
+    """[B, 4] int64 per rollout: rows in `unfolded`, tokens of these rows, tokens of the longest row, and tokens of the
+    distinct prompts of its rows beyond those of the first row's prompt.
+    """
     sizes = []
     for _, found in _each(batch):
         rows, prompts = list(starmap(_size, found)), {context for context, _ in found if context > 0}
@@ -80,10 +83,10 @@ def _each(batch: TrainBatch) -> Iterator[tuple[int, list[tuple[int, list[range]]
 
 
 def unfolded(batch: TrainBatch) -> tuple[TrainBatch, Tensor, Tensor]:
-    """A batch with one row per strand, the rollout of each row [R], and the index in `batch` of each row's tokens.
+    """A batch with one row per strand, the rollout of each row [R], and the index in `batch` of each token of the rows.
 
-    A row repeats the tokens it shares with earlier ones, and each token that the loss reads (`TrainBatch.scored`) is
-    `sampled` in one row alone: the sampled tokens of the rows are those of the rollouts, in the same order.
+    A row repeats the tokens that it shares with earlier rows. Each token that the loss reads (`TrainBatch.scored`) is
+    `sampled` in exactly one row, so that the sampled tokens of all rows are those of the rollouts, in the same order.
     """
     device = batch.lengths.device
     firsts, owners, lengths, source, own = list[tuple[int, ...]](), list[int](), list[int](), list[int](), list[bool]()
@@ -113,8 +116,9 @@ def unfolded(batch: TrainBatch) -> tuple[TrainBatch, Tensor, Tensor]:
 def even_shares(batch: TrainBatch, *, turns: bool, tokens: Tensor | None = None) -> Tensor:
     """[N] factors of token weights that give each strand, or each turn, the same share of its rollout's weight.
 
-    |o| / (parts |part|) for rollouts of |o| trained tokens, so that a rollout's weight stays as it is. A turn is a run
-    of trained tokens. `tokens` [N] are those that count, by default the sampled ones.
+    The factor is |o| / (parts · |part|) in a rollout of |o| trained tokens, so the rollout's weight does not change. A
+    turn is a run of consecutive trained tokens. `tokens` [N] bool is the mask of the tokens that count as trained, by
+    default `batch.sampled`.
 
     Example:
         Turns of one token and of three have half of the weight each:

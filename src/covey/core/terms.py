@@ -1,8 +1,9 @@
 """Further terms of the loss: each a weighted sum over tokens of its own, with a denominator of its own.
 
-A term is averaged as the surrogate is, over its own tokens and the rollouts that have any, of one optimizer step and
-all ranks. Its counts are taken before a batch is cut, so that no cut changes its gradient, and tokens without it are in
-neither its sum nor its count. To add one, write a `TokenTerm` and name it in `covey.algorithms.terms.TERMS`.
+A term is averaged with the run's weighting, over its own tokens and the rollouts that have any, of one optimizer step
+and all ranks. Tokens outside the term are in neither its sum nor its count. Counts are taken before a batch is cut, so
+that the gradient does not depend on the cut. To add a term, write a `TokenTerm` and name it in
+`covey.algorithms.terms.TERMS`.
 
 Letters: N tokens of B rollouts.
 """
@@ -20,21 +21,21 @@ from covey.core.losses import MAX_LOG_RATIO, BatchCounts, Weighting
 from covey.core.stats import Mean, Stat
 
 Coefficient = Callable[[int], float]
-"""Optimizer steps taken -> weight of a part of the loss."""
+"""Number of optimizer steps taken -> weight of a part of the loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class TermInputs:
-    """Inputs of a term, `[N]` but for `named`, with numbers that are finite where the token is not the term's."""
+    """Inputs of a term, `[N]` but for `named`; log-probs and weights are finite outside the term as well."""
 
     tokens: Tensor  # mask of the term's tokens
     logprobs: Tensor  # log π(o_t) under the policy being trained; carries the gradient
-    old_logprobs: Tensor  # log π_old(o_t), constant; the current one of tokens that the policy has not sampled
-    mismatch_weights: Tensor | None  # engine/trainer importance weights, 1 of tokens that were not sampled; or None
+    old_logprobs: Tensor  # log π_old(o_t), constant; log π(o_t) itself at tokens that the policy did not sample
+    mismatch_weights: Tensor | None  # engine/trainer importance weights, 1 at tokens that were not sampled; or None
     # [N, K] log π of `TrainBatch.named_ids` with the gradient, -inf for none; or None
     named: Tensor | None
     divergence: Tensor | None  # from the token's teacher over the whole vocabulary, with the gradient; or None
-    batch: TrainBatch  # what else is known of the tokens, and may be NaN at others than the term's
+    batch: TrainBatch  # the micro-batch; its fields may be NaN outside the term
 
     @property
     def ratio(self) -> Tensor:
@@ -50,14 +51,15 @@ class TokenTerm:
     """
 
     name: str
-    # batch -> [N] share of each token: 0 without, else 1 or a factor of its own; None where no rollout has any. It
-    # reads the log-probs of other policies, and no advantages: where these matter, `value` is 0.
+    # batch -> [N] share of each token: 0 outside the term, else 1 or a factor of the token's own; None for a term whose
+    # tokens are in no rollout (demonstrations). The batch has the log-probs of other policies but no advantages yet: a
+    # term that depends on advantages returns 0 from `value` instead.
     tokens: Callable[[TrainBatch], Tensor] | None
     value: Callable[[TermInputs], Tensor]  # -> [N], which is minimised
     coef: Coefficient
-    stats: Callable[[TermInputs], dict[str, Stat]] | None = None
-    reads_named: bool = False  # the policy's log-probs of the named tokens
-    beta: float | None = None  # of the divergence over the whole vocabulary that it reads; None: it reads none
+    stats: Callable[[TermInputs], dict[str, Stat]] | None = None  # further metrics
+    reads_named: bool = False  # `value` reads `TermInputs.named`
+    beta: float | None = None  # β of `TermInputs.divergence`, if `value` reads it; else None
 
 
 class TermCounts(NamedTuple):
@@ -69,7 +71,7 @@ class TermCounts(NamedTuple):
 
     @classmethod
     def of(cls, tokens: Tensor, rows: int) -> "TermCounts":
-        """Sizes in rollouts with `tokens` [B] of the term, in nominal micro-batches of `rows`."""
+        """Sizes from each rollout's `tokens` [B] of the term; a nominal micro-batch has `rows` rollouts."""
         micro_batches = sum(bool((part > 0).any()) for part in tokens.split(rows))
         return cls(float(tokens.sum()), float((tokens > 0).sum()), float(micro_batches))
 
@@ -83,9 +85,13 @@ class TermCounts(NamedTuple):
     def scales(
         self, weighting: Weighting, tokens: Tensor, micro_tokens: Tensor, max_completion_length: int | Tensor | None
     ) -> Tensor:
-        """[B] normalisers of rollouts with `tokens` [B] of the term, if these are the counts of an optimizer step.
+        """Normalisers of rollouts [B], if these are the counts of an optimizer step over all ranks.
 
-        `micro_tokens` [B] are those of each rollout's nominal micro-batch.
+        Args:
+            weighting: average of token losses.
+            tokens: [B] tokens of the term in each rollout.
+            micro_tokens: [B] tokens of the term in each rollout's nominal micro-batch.
+            max_completion_length: as in `BatchCounts`.
         """
         counts = BatchCounts(
             tokens,
@@ -99,7 +105,7 @@ class TermCounts(NamedTuple):
 
 
 def tokens_of_terms(terms: Sequence[TokenTerm], batch: TrainBatch) -> dict[str, Tensor]:
-    """`TrainBatch.term_tokens` of a batch, from what is known of its tokens."""
+    """`TrainBatch.term_tokens` of a batch: [N] shares by the term's name, for terms with tokens in rollouts."""
     return {term.name: term.tokens(batch) for term in terms if term.tokens is not None}
 
 

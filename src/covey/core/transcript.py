@@ -1,4 +1,4 @@
-"""Prompts and completions as text; messages of unknown shapes are shown as they are."""
+"""Prompts and completions as text; messages of an unknown form are shown unchanged."""
 
 import json
 from collections.abc import Sequence
@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-FAILED = ("{'error': ", "Error: ")  # prefixes of tool messages that report a failed call; some write the second
+FAILED = ("{'error': ", "Error: ")  # prefixes of tool messages that report a failed call: Covey's, and other libraries'
 
 
-class Kind(StrEnum):  # of an entry
+class Kind(StrEnum):
+    """Kind of an entry."""
+
     MESSAGE = "message"
     CALL = "call"
     RESULT = "result"
@@ -27,7 +29,7 @@ class Entry:
 
 
 def as_text(value: Any) -> str:
-    """Text of a prompt or completion: the text itself, or a conversation entry by entry; one answer as its content.
+    """Text of a prompt or completion: the text itself, the content of a single answer, or a conversation line by line.
 
     Example:
         >>> as_text([{"role": "user", "content": "2+2?"}]), as_text([{"role": "assistant", "content": "4"}])
@@ -77,7 +79,7 @@ def entries(messages: Sequence[dict[str, Any]]) -> list[Entry]:
 
 
 def content_text(content: Any) -> str:
-    """Text of a message's content; other parts are named by their type, as in "<image>What is it?"."""
+    """Text of a message's content; parts that are not text are named by type, as in "<image>What is it?"."""
     if content is None:
         return ""
     if isinstance(content, list):
@@ -87,7 +89,7 @@ def content_text(content: Any) -> str:
 
 
 def without_none(value: Any) -> Any:
-    """Dictionaries and lists without keys whose value is None: tables fill up those that a row does not have.
+    """A copy without dictionary keys whose value is None: Arrow tables add None for keys that only other rows have.
 
     Example:
         >>> without_none({"x": 1, "y": None, "z": [{"a": None}, None]})
@@ -114,7 +116,7 @@ class Counts:
 
 
 class RolloutSummary(NamedTuple):
-    """One rollout as the first process, which writes it, knows it: its row of the completions table."""
+    """One rollout's row of the completions table, which the first process writes for all processes."""
 
     length: int  # sampled tokens
     prompt: Any  # text or messages
@@ -123,12 +125,12 @@ class RolloutSummary(NamedTuple):
     counts: Counts  # turns and calls
     error: str | None  # of a rollout that failed
     images: list[bytes]  # small PNG files
-    extras: dict[str, Any]  # cells of columns that reward functions have logged, and `solution`
+    extras: dict[str, Any]  # by column: values that reward functions logged, and `solution`
     entropy: float | None  # mean over its sampled tokens, in nats; None if unknown
 
 
 def count(completion: Any) -> Counts:
-    """Count turns and calls; a text completion is one turn, and a call that could not be parsed has an answer only."""
+    """Count turns and calls. A text completion is one turn; a call that could not be parsed counts by its answer."""
     if not is_messages(completion):
         return Counts(1, 0, 0)
     turns = calls = asked = answered = 0
@@ -141,7 +143,7 @@ def count(completion: Any) -> Counts:
 
 
 def to_json(messages: Sequence[dict[str, Any]]) -> str:
-    """Messages as JSON; an image becomes an object with its size."""
+    """Messages as JSON; an image becomes an object with its size, and content that JSON cannot hold becomes text."""
     try:
         return json.dumps(list(messages), ensure_ascii=False, default=_plain)
     except (TypeError, ValueError, RecursionError):  # keys that are no text, or a cyclic message
