@@ -1,4 +1,4 @@
-"""Trained parts of a model: its adapters, which engines need to know about, and parts of a vision-language model."""
+"""Trained parts of a model: adapters, and the parts of a vision-language model that may be frozen."""
 
 import copy
 import json
@@ -16,11 +16,11 @@ from covey.policy.quantization import quantization_method
 NEED_INPUTS = ("POLY", "XLORA", "CPT")  # PEFT types that need more than tokens in a forward pass, or two forward passes
 
 ALIGNERS = ("merger", "projector", "connector", "aligner", "newline")
-"""Substrings of the names of modules and parameters between the image encoder and the language model."""
+"""Substrings by which modules and parameters between the image encoder and the language model are recognised."""
 
 
 def with_adapter(model: Any, peft_config: Any, frozen: Collection[str] = ()) -> Any:
-    """Add a trainable adapter, but not to `frozen` parts ("vit", "aligner", "llm").
+    """Add a trainable adapter to a model, except to its `frozen` parts ("vit", "aligner", "llm").
 
     Raises:
         CheckError: the config names modules that the model does not have, or cannot leave out frozen parts.
@@ -40,7 +40,7 @@ def with_adapter(model: Any, peft_config: Any, frozen: Collection[str] = ()) -> 
 
 
 def check_adapter_config(peft_config: Any, model: Any = None) -> Iterator[Finding]:
-    """Findings about the config of an adapter, and the model that it is to be added to where there is one.
+    """Findings about the config of an adapter and, if `model` is given, about the model that it will be added to.
 
     Raises:
         ImportError: PEFT is missing.
@@ -68,7 +68,7 @@ def check_adapter_config(peft_config: Any, model: Any = None) -> Iterator[Findin
 
 
 def check_adapters(model: Any) -> Iterator[Finding]:
-    """Findings about adapters that are not those of a PeftModel or cannot be trained."""
+    """Findings about adapters of a model that is no PeftModel, or whose type cannot be trained."""
     adapters = getattr(model, "peft_config", None)
     if adapters is None:
         return
@@ -97,15 +97,15 @@ def _check_kind(config: Any, name: str) -> Iterator[Finding]:
     if config.is_prompt_learning:
         unfit = "puts virtual tokens before the prompt; sampling and scoring support adapters inside the layers"
     elif kind in NEED_INPUTS:
-        unfit = "needs more than tokens in a forward pass; sampling and scoring give it none"
+        unfit = "needs further inputs next to the tokens, which sampling and scoring do not have"
     if unfit is not None:
         yield Finding.error(
-            "adapter-type", f"{name} is a {type(config).__name__}, which {unfit}.", "Use LoRA or one of its relatives."
+            "adapter-type", f"{name} is a {type(config).__name__}, which {unfit}.", "Use LoRA or one of its variants."
         )
     if kind == "ADALORA":
         yield Finding.warning(
             "adapter-type",
-            f"{name} is an AdaLoraConfig: nothing here calls its `update_and_allocate`, so every layer keeps its first"
+            f"{name} is an AdaLoraConfig: Covey does not call its `update_and_allocate`, so every layer keeps its first"
             f" rank, init_r={config.init_r}.",
             "Call it in a callback's `on_optimizer_step`, or use LoRA.",
         )
@@ -117,7 +117,7 @@ def base_model(model: Any) -> Any:
 
 
 def with_shared_weights(base: Any) -> Any:
-    """A copy of a model whose parameters are the very same tensors."""
+    """A copy of a model whose parameters are the same tensors, not copies."""
     return copy.deepcopy(base, {id(parameter): parameter for parameter in base.parameters()})
 
 
@@ -126,16 +126,17 @@ def has_adapter(model: Any) -> bool:
 
 
 def load_adapters(model: Any, folder: str) -> None:
-    """Load a checkpoint's adapters under their names; ValueError if it lacks an active one.
+    """Load a checkpoint's adapters under their names; ValueError if the active adapter is not in the folder.
 
-    PEFT saves "default" into the folder itself, and others into folders of their names.
+    PEFT saves the adapter "default" in the folder itself, and others in subfolders named after them.
     """
     for name in model.peft_config:
         place = folder if name == "default" else os.path.join(folder, name)
         if not any(os.path.isfile(os.path.join(place, f"adapter_model.{kind}")) for kind in ("safetensors", "bin")):
             if name in model.active_adapters:
                 raise ValueError(
-                    f"the checkpoint {folder!r} holds no weights of the adapter {name!r}: it is not loaded."
+                    f"the checkpoint {folder!r} has no weights of the active adapter {name!r}. Give a checkpoint of the"
+                    " same run, or activate an adapter that it has."
                 )
             continue
         model.load_adapter(place, name, is_trainable=name in model.active_adapters)
@@ -160,7 +161,7 @@ def active_adapter(model: Any) -> str:
 
 
 def adapter_config(model: Any, name: str) -> dict[str, Any]:
-    """Config of an adapter as in `adapter_config.json`."""
+    """Config of an adapter as a dictionary, in the form of `adapter_config.json`."""
     given = {key: value for key, value in model.peft_config[name].to_dict().items() if key != "runtime_config"}
     config: dict[str, Any] = json.loads(json.dumps(given, default=sorted, sort_keys=True))  # sets become lists
     config["inference_mode"] = True
@@ -170,7 +171,10 @@ def adapter_config(model: Any, name: str) -> dict[str, Any]:
 
 
 def why_not_alone(model: Any) -> str | None:
-    """Reason why servers, which know low-rank matrices of one rank and scale, cannot load the adapter, or None."""
+    """Reason why servers cannot load the active adapter, or None if they can.
+
+    They load low-rank matrices of linear layers, with one rank and one scale.
+    """
     model = unwrapped(model)
     config = model.peft_config[active_adapter(model)]
     kind = str(getattr(config.peft_type, "value", config.peft_type))
@@ -195,7 +199,7 @@ def why_not_alone(model: Any) -> str | None:
 
 
 def low_rank_matrices(model: Any) -> dict[str, tuple[Tensor, Tensor]]:
-    """The active LoRA adapter by names of the base model's layers: A [rank, in], and B [out, rank] with its scale."""
+    """Active LoRA adapter by the layer's name in the base model: A [rank, in], and scale · B [out, rank]."""
     name = active_adapter(model)
     return {
         path: (layer.lora_A[name].weight.detach(), layer.lora_B[name].weight.detach() * layer.scaling[name])
@@ -219,8 +223,7 @@ def part_names(model: Any) -> dict[str, str]:
     if encoder is None:
         raise CheckError.of(
             "model-part",
-            f"{type(base).__name__} has no image encoder that Covey finds, so freeze_vit and freeze_aligner have"
-            " no effect.",
+            f"Covey finds no image encoder in {type(base).__name__}, so freeze_vit and freeze_aligner have no effect.",
             "Leave them at False.",
         )
     of_encoder, of_decoder = (
@@ -246,7 +249,7 @@ def freeze_parts(model: Any, frozen: Collection[str]) -> None:
 
 
 def exclude_parts(model: Any, peft_config: Any, frozen: Collection[str]) -> Any:
-    """PEFT config without adapters in `frozen` parts, which PEFT would train; CheckError where that cannot be."""
+    """PEFT config that adds no adapters to `frozen` parts; CheckError if this type of config cannot exclude parts."""
     if not hasattr(peft_config, "exclude_modules"):
         raise CheckError.of(
             "model-part",

@@ -1,8 +1,8 @@
 """RMS norms and gated MLPs with backward passes of their own, for training in full precision on a CPU.
 
-They save less for the backward pass: a norm its input alone, an MLP neither the activation nor the product that its
-last layer reads (27 instead of 44 KB per token and layer of SmolLM2-135M). Values and gradients are those of the
-modules, up to rounding.
+They save less for the backward pass: a norm saves only its input, and an MLP recomputes the activation and the product
+that its last layer reads (27 instead of 44 KB per token and layer of SmolLM2-135M). Values and gradients are those of
+the modules, up to rounding.
 """
 
 from collections.abc import Iterable, Iterator
@@ -71,7 +71,7 @@ class GatedMLP(torch.autograd.Function):
 
 @contextmanager
 def fused_layers(found: Iterable["FusedLayer"]) -> Iterator[None]:
-    """Compute these layers in this way, in passes that begin and end within the context."""
+    """Context in which the modules of `found` use these functions; forward and backward must both be within it."""
     patched: list[Any] = []
     try:
         for layer in found:
@@ -85,7 +85,7 @@ def fused_layers(found: Iterable["FusedLayer"]) -> Iterator[None]:
 
 
 class FusedLayer(NamedTuple):
-    """Forward of a module by one of the functions above; under autocast by its own operations."""
+    """A replacement for a module's forward by one of the functions above; under autocast it calls the module itself."""
 
     module: Any
     function: type[torch.autograd.Function]
@@ -100,7 +100,7 @@ class FusedLayer(NamedTuple):
 
 
 def find_fused_layers(model: nn.Module) -> list[FusedLayer]:
-    """Norms and MLPs of a model on a CPU that compute what the functions do, as a trial on random numbers shows.
+    """Norms and MLPs of a model on a CPU whose results on random numbers agree with the functions above.
 
     Modules that are patched, hooked, adapted or quantised are left out.
     """

@@ -1,7 +1,7 @@
 """Deduplication of images: an image that occurs several times in a forward pass, as in a group, is encoded once.
 
-Images are compared by pixels after any preprocessing, and the encoder's output is copied to every occurrence; gradients
-add up, so only rounding changes.
+Images are compared by their preprocessed pixels, and the encoder's output is copied to every occurrence. Gradients of
+the occurrences add up, so results differ only by rounding.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from covey.policy.adapters import image_encoder
 from covey.policy.loading import has_dropout
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer dtype by bytes of a number, to compare pixels by their bits."""
+"""Integer dtype by the size of a number in bytes, to compare pixels bit by bit."""
 
 TOLERANCE = 1e-2  # largest difference between two computations of the same output, relative to its largest number
 
@@ -29,7 +29,7 @@ _in_order: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 @contextmanager
 def deduplicated_images(model: Any) -> Iterator[None]:
-    """Forward passes within encode each image once, unless dropout is active or outputs are in another order."""
+    """Context in which forward passes encode each image once, unless dropout is on or outputs cannot be assigned."""
     encoder = image_encoder(model)
     if encoder is None or (encoder.training and has_dropout(encoder)):
         yield
@@ -52,11 +52,11 @@ def deduplicated_images(model: Any) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Images:
-    """The arguments of an encoder, image by image."""
+    """The arguments of an encoder, divided by image."""
 
-    args: tuple[Any, ...]  # of the encoder's forward
+    args: tuple[Any, ...]  # positional arguments of the encoder's forward
     kwargs: dict[str, Any]
-    # rows of an image or a tile each, or of a patch, with a grid [images, 3] of the patches of each image
+    # one row per image or tile; or one row per patch, with a grid [images, 3] that gives the patches of each image
     pixels: Tensor
     sizes: list[int]  # rows of each image
     others: list[Tensor]  # other tensors with a row for each image: masks, the grid
@@ -86,7 +86,7 @@ class _Images:
         return forward(*map(select, self.args), **{name: select(value) for name, value in self.kwargs.items()})
 
     def expand(self, output: Any, chosen: list[int], indices: list[int]) -> Any:
-        """Output for all images from that for some; ValueError where its rows cannot be assigned to images."""
+        """Output for all images from the output for `chosen` ones; ValueError if rows cannot be assigned to images."""
         sizes = [self.sizes[image] for image in chosen]
 
         def of_all(tensor: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ class _Images:
 
     @torch.no_grad()
     def keep_order(self, forward: Callable[..., Any]) -> bool:
-        """True if an encoder's output for the first image given twice is its output for it, twice."""
+        """True if the output for the first image given twice is the output for that image, twice over."""
         alone, twice = self.encode(forward, [0]), self.encode(forward, [0, 0])
         try:
             return _close(self.expand(alone, [0], [0, 0]), twice)
@@ -109,7 +109,7 @@ class _Images:
 
     @torch.no_grad()
     def distinct(self) -> tuple[list[int], list[int]]:
-        """Indices of the distinct images, and for every image the index among these."""
+        """Indices of the distinct images, and for every image its index among the distinct ones."""
         known: dict[tuple[int, ...], int] = {}
         tensors = [(self.pixels, self.sizes), *((tensor, [1] * len(self.sizes)) for tensor in self.others)]
         keys = zip(self.sizes, *(_fingerprints(rows, sizes) for rows, sizes in tensors), strict=True)

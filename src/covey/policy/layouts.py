@@ -1,7 +1,7 @@
 """Layouts of a batch's ragged tokens for one forward pass: padded, packed, or with shared prefixes.
 
 To add one, write a function of the signature `Layout` and add it to `LAYOUTS`. Layouts that put many sequences in one
-row need a decoder that goes through transformers' attention interface, which `choose_layout` tries.
+row need a decoder that goes through transformers' attention interface, which `choose_layout` tests.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,7 +20,7 @@ from covey.runtime.process_memory import is_out_of_memory
 from covey.runtime.user_code import warn
 
 WORTH_SHARING = 8
-"""Fewest common tokens for which completions share a branch: each branch costs attention two more calls."""
+"""Fewest common tokens for which completions share a branch: each branch costs two more calls of attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class ModelInputs:
     # [N] int64: for each completion token, the flat position (row * width + column) of the hidden state that predicts
     # it
     predictors: Tensor
-    # from a number per rollout [B] to the sum, for each position [rows * width], over the rollouts that contain its
-    # token: all of a group's for a shared prompt, 0 for padding
+    # maps numbers of rollouts [B] to positions [rows * width]: the sum over the rollouts that contain the position's
+    # token, which for a shared prompt is the whole group; 0 for padding
     sum_over_readers: Callable[[Tensor], Tensor]
     # [rows * width] int64: the token at each position, as an index into the batch's `prompt_ids` and then its
     # `token_ids`; -1 for padding
@@ -45,7 +45,7 @@ Span = tuple[int, int]  # (start, stop) of the batch's tokens, `prompt_ids` then
 
 
 def padded(batch: TrainBatch, pad_token_id: int) -> ModelInputs:
-    """One row per rollout, padded on the right to the longest: slow, and right for every causal language model."""
+    """One row per rollout, padded on the right to the longest: slow, but correct for every causal language model."""
     prompts = batch.prompts()
     groups = batch.groups.tolist()
     rows = [torch.cat([prompts[g], completion]) for g, completion in zip(groups, batch.completions(), strict=True)]
@@ -65,7 +65,7 @@ def padded(batch: TrainBatch, pad_token_id: int) -> ModelInputs:
 
 
 def packed(batch: TrainBatch, pad_token_id: int) -> ModelInputs:
-    """All rollouts end to end in one row without padding; each attends to itself alone, positions restart."""
+    """All rollouts end to end in one row without padding; each attends only to itself, and its positions start at 0."""
     forest = _Forest(batch)
     for rollout, (group, completion) in enumerate(zip(batch.groups.tolist(), forest.completions, strict=True)):
         forest.add((forest.prompts[group], completion), -1, [rollout])
@@ -75,8 +75,9 @@ def packed(batch: TrainBatch, pad_token_id: int) -> ModelInputs:
 def shared_prefix(batch: TrainBatch, pad_token_id: int) -> ModelInputs:
     """One row with one copy of a prompt for all its completions: `[prompt | completion 1 | ... | completion G]`.
 
-    Instead of G (P + R) tokens a group costs P + G R, exactly. Completions with a common beginning share it as a
-    branch, whose last state predicts the first token of every branch after it.
+    A group with a prompt of P tokens and G completions of R costs P + G R tokens instead of G (P + R), with the same
+    results. Completions with a common beginning share it as a branch; the last hidden state of a branch predicts the
+    first token of every branch that continues it.
     """
     forest = _Forest(batch)
     members: list[list[int]] = [[] for _ in forest.prompts]
@@ -97,7 +98,7 @@ class _Forest:
     def __init__(self, batch: TrainBatch):
         self.prompts = _spans(batch.prompt_lengths, 0)
         self.completions = _spans(batch.lengths, len(batch.prompt_ids))
-        # Of each completion; with routes, numbers of pairs of a token and its route: others are not shared.
+        # Tokens of each completion; with routes, numbers of (token, route) pairs, so that only equal pairs are shared.
         self.tokens: list[list[int]] = [part.tolist() for part in _numbered(batch).split(batch.lengths.tolist())]
         self.segments: list[tuple[Span, ...]] = []
         self.parents: list[int] = []  # the segment that each continues, or -1
@@ -112,10 +113,10 @@ class _Forest:
         return index
 
     def grow(self, rollouts: list[int], done: int, parent: int) -> None:
-        """Add segments after the first `done` tokens, which all these rollouts have in common."""
+        """Add the segments of `rollouts` that follow their first `done` tokens, which they have in common."""
         for cluster in self._clusters(rollouts, done):
             first = self.completions[cluster[0]][0]
-            # Clusters are sorted, so all members have in common what the first and the last have.
+            # Members are sorted by tokens, so a prefix common to the first and the last is common to all.
             least, most = self.tokens[cluster[0]], self.tokens[cluster[-1]]
             differ = (index for index, (a, b) in enumerate(zip(least, most, strict=False)) if a != b)
             shared = next(differ, len(least)) if len(cluster) > 1 else len(least)
@@ -125,7 +126,7 @@ class _Forest:
                     self.grow(cluster, shared, branch)
 
     def _clusters(self, rollouts: list[int], done: int) -> list[list[int]]:
-        """Unfinished rollouts sorted by tokens, those whose next tokens are worth sharing together."""
+        """Unfinished rollouts, sorted by tokens and grouped by the next tokens that are worth sharing."""
         clusters: list[list[int]] = []
         next_tokens = slice(done, done + WORTH_SHARING)
         for rollout in sorted(rollouts, key=self.tokens.__getitem__):
@@ -141,7 +142,7 @@ class _Forest:
 
 
 def _numbered(batch: TrainBatch) -> Tensor:
-    """[N] a number for each token, equal for equal tokens of equal routes."""
+    """[N] a number for each token, equal for equal tokens with equal routes."""
     if batch.routes is None:
         return batch.token_ids
     routes, numbers = batch.routes.cpu().numpy(), dict[tuple[int, bytes], int]()
@@ -185,7 +186,7 @@ def _one_row(batch: TrainBatch, forest: _Forest) -> ModelInputs:
     )
 
 
-# ---- selection: the fastest layout that gives the log-probs of padded rows, found by trials, once for every model ----
+# ---- selection: the fastest layout with the log-probs of padded rows, found by trials, once per model ----------------
 # The trials use synthetic rollouts: all processes run the same forward passes, and single rollouts can be packed too.
 
 LONGEST_WINDOW = 512  # longest sliding window that trials exceed; the layouts treat longer ones no differently
@@ -194,7 +195,11 @@ Score = Callable[[str, TrainBatch], Tensor]  # (layout, batch) -> the model's lo
 
 
 def choose_layout(wanted: str, model: Any, score: Score, device: torch.device) -> str:
-    """Choose the layout of an unwrapped model; CheckError if the user insists on one with wrong log-probs."""
+    """Choose the fastest layout that gives an unwrapped model's log-probs, by trials on synthetic rollouts.
+
+    `wanted` is "auto" or the layout that the user set. CheckError if that one gives wrong log-probs; in half precision
+    only a warning, because rounding may explain the difference.
+    """
     if wanted == "padded":
         return wanted
     if wanted != "auto":
@@ -202,14 +207,14 @@ def choose_layout(wanted: str, model: Any, score: Score, device: torch.device) -
             message = f"attn_layout='{wanted}' is wrong for {name_of(model)}: {objection}."
             if compute_dtype(model).itemsize >= 4 or not objection.startswith("log-probs differ"):
                 raise CheckError.of("model-layout", message, "Set attn_layout='auto' or 'padded'.")
-            warn(f"{message} If that is more than half precision explains, set attn_layout='auto' or 'padded'.")
+            warn(f"{message} In half precision this may be rounding; otherwise set attn_layout='auto' or 'padded'.")
         return wanted
     chosen = model.config._attn_implementation
     is_default = not sdpa_suits(model) if chosen == "eager" else chosen in ("sdpa", PACKED_ATTENTION)
     if not is_default:  # the user chose it
         if chosen != "eager":
             warn(
-                f"{name_of(model)} runs with attn_implementation='{chosen}', as was asked for, so it is scored"
+                f"{name_of(model)} runs with attn_implementation='{chosen}', as you set it, so it is scored"
                 " with padded rows. Leave it out to let completions share their prompt, or set attn_layout='padded' to"
                 " silence this."
             )
@@ -229,7 +234,7 @@ def choose_layout(wanted: str, model: Any, score: Score, device: torch.device) -
 
 
 def slowest(layouts: Iterable[str]) -> str:
-    """Slowest of the layouts that the processes have found, which suits all of them."""
+    """Slowest of the layouts that the processes chose: it is correct for all of them."""
     return max(layouts, key=list(LAYOUTS).index)
 
 
@@ -256,7 +261,7 @@ def synthetic_rollouts(config: Any, device: torch.device) -> TrainBatch:
 
 
 def _padded_scores(model: Any, score: Score, device: torch.device) -> tuple[Tensor, float]:
-    """Log-probs of padded rows, and their mean change when each rollout is scored alone: rounding."""
+    """Log-probs [N] of padded rows, and their mean change when each rollout is scored alone (rounding error)."""
     few = synthetic_rollouts(model.config, device)
     expected = score("padded", few)
     alone = torch.cat([score("padded", one) for one in few.split(1)])

@@ -22,7 +22,8 @@ from covey.runtime.safe_text import without_secrets
 from covey.runtime.user_code import report, warn
 
 OWN_VOCABULARY = 0.5
-"""Smallest share of the model's vocabulary for which a tokenizer is not suspected to be another model's."""
+"""Smallest number of tokens, as a share of the model's vocabulary, below which a warning says that the tokenizer may be
+another model's."""
 
 
 def load_policy(
@@ -38,8 +39,8 @@ def load_policy(
     """Load the model to train: a hub id or folder, or a transformers or PEFT model.
 
     `init_kwargs`, `trust_remote_code` and `quantization_config` need an id or folder. `peft_config` adds an adapter;
-    `frozen` parts ("vit", "aligner", "llm") keep their weights. `check_quantization` gets its config before the
-    weights.
+    `frozen` parts ("vit", "aligner", "llm") are not trained. `check_quantization` is called with the model's
+    quantization config before weights are loaded, and raises if the run cannot use it.
 
     Raises:
         CheckError: contradictory arguments, or a model that cannot be a policy.
@@ -87,8 +88,8 @@ def check_loading(model: Any, init_kwargs: Any, quantization_config: Any, peft_c
     if named and (quantization_config is not None or in_kwargs is not None) and peft_config is None:
         yield Finding.error(
             "quantised-weights",
-            "`quantization_config` without `peft_config` (in a run file `quantization` without `peft`): quantised"
-            " weights cannot be trained.",
+            "`quantization_config` was given without `peft_config` (in a run file `quantization` without `peft`):"
+            " quantised weights cannot be trained.",
             "Give a `peft_config` to train an adapter on top of them, or drop `quantization_config`.",
         )
     if not named and quantization_config is not None:
@@ -107,7 +108,7 @@ def check_loading(model: Any, init_kwargs: Any, quantization_config: Any, peft_c
 
 
 def load_teacher(name: str, *, init_kwargs: dict[str, Any] | None = None, trust_remote_code: bool = False) -> Any:
-    """Load a frozen model, which only scores: a hub id or folder, in fewer bits too (`quantization_config`)."""
+    """Load a frozen model that only scores, from a hub id or folder; `init_kwargs` may have a `quantization_config`."""
     init_kwargs, name = init_kwargs or {}, os.path.expanduser(name)
     quantization = init_kwargs.get("quantization_config")
     model = _from_pretrained(name, init_kwargs, trust_remote_code, quantization, lambda config: None)
@@ -118,14 +119,14 @@ def load_teacher(name: str, *, init_kwargs: dict[str, Any] | None = None, trust_
 
 
 def tokenizer_of_source(name: str, location: dict[str, Any]) -> Any:
-    """The tokenizer of a hub id or folder; None where there is none that can be loaded."""
+    """The tokenizer of a hub id or folder; None if none can be loaded."""
     with suppress(OSError, ValueError, TypeError, KeyError, ImportError):
         return AutoTokenizer.from_pretrained(os.path.expanduser(name), **located(name, location))
     return None
 
 
 def config_of_source(name: str, location: dict[str, Any]) -> Any:
-    """The config of a hub id's or folder's model; None where there is none that can be loaded."""
+    """The config of the model of a hub id or folder; None if none can be loaded."""
     with suppress(OSError, ValueError, TypeError, KeyError, ImportError):
         return AutoConfig.from_pretrained(os.path.expanduser(name), **located(name, location))
     return None
@@ -139,9 +140,9 @@ def located(name: str, init_kwargs: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def use_cache_as_it_is(model: Any) -> Iterator[None]:
-    """Keep `use_cache` of the model's config, which transformers' trainer switches off, as forward passes name theirs.
+    """Context that restores `use_cache` in the model's config, which transformers' trainer sets to False.
 
-    Saved as False, it would make the trained model decode without a cache.
+    Saved as False, it would make the trained model decode without a cache. Forward passes here pass it explicitly.
     """
     config: Any = getattr(model, "config", None)
     there, value = hasattr(config, "use_cache"), getattr(config, "use_cache", None)
@@ -154,7 +155,10 @@ def use_cache_as_it_is(model: Any) -> Iterator[None]:
 
 @contextmanager
 def set_up_to_train(policy: Any, recomputes: bool | None) -> Iterator[None]:
-    """Afterwards, leave the policy in the mode and with the recomputation of activations that it had before."""
+    """Context of a training run, after which the policy's mode and gradient checkpointing are as they were before.
+
+    `recomputes`: gradient checkpointing will be on, for which the input of a model with adapters must have a gradient.
+    """
     modes, layers = policy.training, [m for m in policy.modules() if hasattr(m, "gradient_checkpointing")]
     recomputed = [layer.gradient_checkpointing for layer in layers]
     embeddings = policy.get_input_embeddings()
@@ -164,7 +168,7 @@ def set_up_to_train(policy: Any, recomputes: bool | None) -> Iterator[None]:
     try:
         yield
     finally:
-        for added in embeddings._forward_hooks.keys() - hooks:  # transformers adds one, too, and forgets the other
+        for added in embeddings._forward_hooks.keys() - hooks:  # transformers adds a second one, and removes only one
             del embeddings._forward_hooks[added]
         for layer, value in zip(layers, recomputed, strict=True):
             layer.gradient_checkpointing = value
@@ -172,7 +176,7 @@ def set_up_to_train(policy: Any, recomputes: bool | None) -> Iterator[None]:
 
 
 def keep_soft_caps(model: Any) -> None:
-    """Use eager attention for models with soft-capping (Gemma 2), which SDPA, transformers 5.17's default, ignores."""
+    """Use eager attention for models with soft-capping (Gemma 2), which SDPA, the default of transformers, ignores."""
     if model.config._attn_implementation == "sdpa" and not sdpa_suits(model):
         model.set_attn_implementation("eager")
 
@@ -302,9 +306,9 @@ def _check_generates(model: Any) -> Iterator[Finding]:
 
 
 def make_generation_config_valid(model: Any) -> Iterator[Finding]:
-    """Correct a generation config that could not be saved with the model; an error where do_sample=True does not do it.
+    """Set do_sample=True in a generation config that could not be saved: a warning, or an error if that is not enough.
 
-    Some checkpoints name a temperature without `do_sample`: they load, and the first save is an error.
+    Some checkpoints have a temperature without `do_sample`: they can be loaded, but the first save fails.
     """
     config = getattr(model, "generation_config", None)
     if config is None or _invalid(config) is None:
@@ -314,16 +318,16 @@ def make_generation_config_valid(model: Any) -> Iterator[Finding]:
     if (why := _invalid(sampling)) is not None:
         yield Finding.error(
             "model-generation",
-            f"the generation config of the model is invalid, so that the model could not be saved: {why}",
+            f"the generation config of the model is invalid, so the model could not be saved: {why}",
             "Correct `model.generation_config`, or generation_config.json in the model's folder.",
         )
         return
     config.do_sample = True
     yield Finding.warning(
         "model-generation",
-        "the generation config of the model has sampling settings and do_sample=False, with which the model could not"
-        " be saved: it is saved with do_sample=True.",
-        "Set `model.generation_config` for something else; training samples by the fields of the config.",
+        "the generation config of the model has sampling settings and do_sample=False, with which transformers refuses"
+        " to save the model; it is saved with do_sample=True.",
+        "To save other settings, set `model.generation_config`. It has no effect on sampling in training.",
     )
 
 
@@ -384,7 +388,8 @@ def load_processing_class(
 ) -> Any:
     """Load the policy's tokenizer, or processor of images (None: the model's own), and set its padding token.
 
-    ValueError if none is found, it has no end-of-sequence token, is another model's, or a processor without images.
+    ValueError if none is found, if it has no end-of-sequence token or belongs to another model, or if it is a processor
+    of images and the model sees none.
     """
     given = processing_class
     if given is None:
@@ -461,7 +466,7 @@ def _check_tokenizer(tokenizer: Any, model: Any) -> Iterator[Finding]:
 
 
 def end_token_ids(model: Any, tokenizer: Any) -> set[int]:
-    """Tokens that end a completion: those of the generation config and of the tokenizer."""
+    """Ids of the tokens that end a completion, from the generation config and the tokenizer."""
     named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ids = {named} if isinstance(named, int) else set(named or [])
     return (ids | {tokenizer.eos_token_id}) - {None}
@@ -484,7 +489,7 @@ def disable_dropout(model: torch.nn.Module) -> None:
 
 
 def _dropouts(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
-    """Dropout probabilities above 0, by name: of dropout modules, and the plain numbers in attention modules."""
+    """Modules and attributes with a dropout probability above 0: dropout modules, and numbers in attention modules."""
     for module in model.modules():
         for name, value in vars(module).items():
             named = "dropout" in name or (name == "p" and isinstance(module, torch.nn.Dropout))
@@ -494,7 +499,10 @@ def _dropouts(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
 
 @without_bars()
 def convert_gguf(path: str | Path, folder: str | Path) -> Path:
-    """Convert a GGUF file into a float32 model folder, atomically; a folder that is complete is reused."""
+    """Convert a GGUF file into a folder with the model in float32, atomically; a complete folder is reused.
+
+    FileNotFoundError if there is no such file.
+    """
     path, folder = Path(path), Path(folder)
     if (folder / "config.json").is_file():
         return folder

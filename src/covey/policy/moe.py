@@ -1,6 +1,7 @@
 """Router loads of a mixture of experts, for the loss that balances them (arXiv 2101.03961, eq. 4-6).
 
-Sums, unlike transformers' means, add up over micro-batches and processes. See also `covey.trainer.loss_terms`.
+They are kept as sums, which add up over micro-batches and processes, unlike transformers' means. See also
+`covey.trainer.loss_terms`.
 """
 
 import sys
@@ -17,8 +18,8 @@ from covey.core.model import without_adapter
 class RouterLoads(NamedTuple):
     """Sums over tokens and layers; each token counts once per rollout that contains it."""
 
-    chosen: Tensor  # [E], times each expert was among a token's k; no gradient
-    probability: Tensor  # [E], of each expert's probability; with gradient
+    chosen: Tensor  # [E], number of times that each expert was among the k of a token; no gradient
+    probability: Tensor  # [E], sum of each expert's probability; with gradient
     pairs: Tensor  # number of (token, layer) pairs
 
     @classmethod
@@ -27,7 +28,10 @@ class RouterLoads(NamedTuple):
 
 
 def loads_of(router_logits: Sequence[Tensor], readers: Tensor, top_k: int) -> RouterLoads:
-    """Sum the decisions of all layers, [T, E] or [rows, width, E], weighed by the readers of each position [T]."""
+    """Sum the router logits of all layers, [T, E] or [rows, width, E] each, into loads.
+
+    `readers` [T] is the number of rollouts that contain each position, its weight in the sum; `top_k` is k.
+    """
     experts = router_logits[0].shape[-1]
     layers = []
     for logits in router_logits:
@@ -41,10 +45,11 @@ def loads_of(router_logits: Sequence[Tensor], readers: Tensor, top_k: int) -> Ro
 
 
 def load_balancing_loss(whole: RouterLoads, part: RouterLoads) -> Tensor:
-    """Contribution of a part of an optimizer step (the whole) to its loss E · Σₑ fₑ Pₑ.
+    """Share of `part` (a micro-batch) in the loss E · Σₑ fₑ Pₑ of `whole` (an optimizer step of all processes).
 
-    fₑ is the share of tokens that expert e was chosen for (no gradient) and Pₑ its mean probability, over all layers.
-    With shares 0.75 and 0.25 and probabilities 0.7 and 0.3 it is 2 · (0.75 · 0.7 + 0.25 · 0.3) = 1.2.
+    fₑ is the share of tokens that expert e was chosen for (no gradient) and Pₑ its mean probability, over all layers
+    (arXiv 2101.03961, eq. 4-6). Example: with shares 0.75 and 0.25 and probabilities 0.7 and 0.3 the loss is
+    2 · (0.75 · 0.7 + 0.25 · 0.3) = 1.2.
     """
     pairs = whole.pairs.clamp(min=1).to(part.probability)
     shares = whole.chosen.to(part.probability) / pairs
@@ -52,7 +57,10 @@ def load_balancing_loss(whole: RouterLoads, part: RouterLoads) -> Tensor:
 
 
 def router_logits(model: Any, output: Any) -> list[Tensor]:
-    """Router logits in a decoder's output; CheckError if missing, or without gradient as by reentrant checkpointing."""
+    """Router logits of each layer in a decoder's output.
+
+    CheckError if there are none, or if they have no gradient, which reentrant checkpointing cuts off.
+    """
     found = [logits for logits in getattr(output, "router_logits", None) or () if logits is not None]
     if not found:
         raise CheckError.of(

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
-NOISES = 2**16  # values of the half of a float32 number that bfloat16 does not have
+NOISES = 2**16  # number of values of the lower 16 bits of a float32 number, which bfloat16 does not have
 
 
 def hidden_matrices(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Trained matrices but those of embeddings and of the output head, and of adapters of these.
+    """Trained matrices, except those of embeddings, of the output head, and of adapters of these.
 
     Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks": Muon is for hidden matrices, and
     AdamW for embeddings, the head, vectors and numbers. The two matrices of a LoRA adapter are matrices as well.
@@ -33,17 +33,17 @@ def hidden_matrices(model: nn.Module) -> Iterator[nn.Parameter]:
 class Muon(Optimizer):
     """`torch.optim.Muon` for hidden matrices and `torch.optim.AdamW` for all other weights, as one optimizer.
 
-    A matrix moves by the learning rate times 0.2 sqrt(max(rows, columns)) (`adjust_lr_fn="match_rms_adamw"`), in the
-    mean of squares as much as AdamW moves it: so learning rate and weight decay of AdamW fit (Liu et al. 2025, "Muon is
-    scalable for LLM training", arXiv 2502.16982, eq. 4).
+    Muon's update of a matrix is scaled by 0.2 sqrt(max(rows, columns)) (`adjust_lr_fn="match_rms_adamw"`), so that its
+    root mean square is that of AdamW's update, and learning rate and weight decay of AdamW fit (Liu et al. 2025, "Muon
+    is scalable for LLM training", arXiv 2502.16982, eq. 4).
 
     Args:
         params: weights or groups of them. A group keeps its settings, such as `weight_decay`.
-        hidden: `id` of each weight that Muon moves.
+        hidden: `id` of each weight that Muon updates.
         lr: learning rate of both.
         betas, eps: of AdamW.
-        weight_decay: of both, for groups that have none.
-        fused: AdamW's, by one kernel.
+        weight_decay: of both, for groups that set none.
+        fused: update AdamW's weights in one kernel.
         settings: of `torch.optim.Muon`: momentum, nesterov, ns_steps, adjust_lr_fn.
     """
 
@@ -74,7 +74,7 @@ class Muon(Optimizer):
         """Move the weights that have a gradient."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for part, of_muon in ((self._muon, True), (self._adamw, False)):
-            if part is not None:  # groups and state are this optimizer's, which checkpoints and schedules replace
+            if part is not None:  # share this optimizer's groups and state, which checkpoints and schedules replace
                 part.param_groups = [group for group in self.param_groups if group["muon"] is of_muon]
                 part.state = self.state
                 part.step()
@@ -82,20 +82,21 @@ class Muon(Optimizer):
 
 
 class StochasticAdamW(Optimizer):
-    """AdamW for weights held in bfloat16: a new weight is rounded up or down by chance, in the mean to itself.
+    """AdamW for weights held in bfloat16, with stochastic rounding: a new weight is rounded up or down at random.
 
-    A number of bfloat16 has 8 digits, so an update below 1/512 of a weight, as rates of 1e-6 make, is rounded away to
-    the nearest number every time. Here moments and the new weight are computed in float32, and the new weight w
-    between two neighbours a < w < b becomes b with probability (w - a) / (b - a): E = w (Zamirai et al. 2020,
-    "Revisiting bfloat16 training", arXiv 2010.06192). Weights in float32 are moved as by `torch.optim.AdamW`.
+    bfloat16 has 8 significant bits, so an update below 1/512 of a weight, as a learning rate of 1e-6 makes, is always
+    lost when the weight is rounded to the nearest number. Here moments and the new weight w are computed in float32; w
+    between neighbours a < w < b becomes b with probability (w - a) / (b - a) and else a, with expectation w (Zamirai et
+    al. 2020, "Revisiting bfloat16 training", arXiv 2010.06192). Weights in float32 are updated as by
+    `torch.optim.AdamW`.
 
-    The chance is drawn by generators that are seeded with `seed`, the number of the step and the place of the weight
-    among the groups: a resumed run draws the same numbers, and no other generator is touched.
+    Random numbers are from generators seeded with `seed`, the number of the step and the index of the weight: a resumed
+    run draws the same numbers, and no other generator is changed.
 
     Args:
         params: weights or groups of them.
         lr, betas, eps, weight_decay: of AdamW.
-        seed: of the chance. Processes that hold the same weight draw the same numbers, and shards draw others.
+        seed: of the rounding. Processes that hold the same weight draw the same numbers; different shards draw others.
     """
 
     def __init__(
@@ -132,13 +133,13 @@ class StochasticAdamW(Optimizer):
         return loss
 
     def _move(self, group: dict[str, Any], weight: Tensor, state: dict[str, Any]) -> None:
-        """One step of AdamW for a weight, whose moments are in `state`."""
+        """Take one step of AdamW for a weight whose moments are in `state`."""
         self._adamw.param_groups = [{**group, "params": [weight]}]
         self._adamw.state = defaultdict(dict, {weight: state})
         self._adamw.step()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; torch would round the moments to the type of their weights."""
+        """Load a state with the moments in float32; torch would round them to the dtype of their weights."""
         super().load_state_dict(state_dict)
         places = [place for group in state_dict["param_groups"] for place in group["params"]]
         weights = [weight for group in self.param_groups for weight in group["params"]]
@@ -149,24 +150,24 @@ class StochasticAdamW(Optimizer):
 
 
 def rounded(values: Tensor, noise: Tensor) -> Tensor:
-    """float32 numbers in bfloat16, each rounded to one of its two neighbours, in the mean over `noise` to itself.
+    """float32 `values` in bfloat16, rounded to one of the two neighbours; the mean over `noise` is the value itself.
 
-    bfloat16 is the upper half of float32. A random number of 0 to 2^16 - 1, `noise` (int32), added to the bits carries
-    into the upper half with probability (lower half) / 2^16: the distance from the neighbour towards 0 over that
-    between the two. Numbers that bfloat16 has stay as they are, and so do infinity and NaN.
+    bfloat16 is the upper half of float32. Adding `noise`, an int32 from 0 to 2^16 - 1, to the bits carries into the
+    upper half with probability (lower half) / 2^16, the distance to the neighbour nearer to 0, relative to the gap
+    between the neighbours. Numbers that bfloat16 can represent do not change, nor do infinity and NaN.
     """
     carried = (values.contiguous().view(torch.int32) + noise) & -NOISES
     return torch.where(values.isfinite(), carried.view(torch.float32), values).to(torch.bfloat16)
 
 
 def drawn_noise(values: Tensor, seed: int) -> Tensor:
-    """Random numbers of 0 to 2^16 - 1 in the shape of `values`, from a generator of their own."""
+    """Random int32 numbers from 0 to 2^16 - 1, in the shape of `values`, from a new generator with this seed."""
     generator = torch.Generator(values.device).manual_seed(seed)
     return torch.randint(0, NOISES, values.shape, generator=generator, dtype=torch.int32, device=values.device)
 
 
 def mixed(*numbers: int) -> int:
-    """A seed of 63 bits from several numbers; those that differ by little give seeds that have nothing in common."""
+    """A seed of 63 bits, mixed from several numbers so that numbers close to each other give unrelated seeds."""
     seed = 0
     for number in numbers:
         seed = ((seed ^ number) * 0x9E3779B97F4A7C15 + 0xD1B54A32D192ED03) & (2**64 - 1)
@@ -180,7 +181,7 @@ def _local(values: Tensor) -> Tensor:
 
 
 def _shard(weight: Tensor) -> list[int]:
-    """Place of this process's shard among those of a weight, by the dimensions of the mesh; [] for a whole one."""
+    """Index of this process's shard of a weight in each dimension of the mesh; [] if the weight is whole."""
     if not isinstance(weight, DTensor):
         return []
     places = list(weight.device_mesh.get_coordinate() or ())

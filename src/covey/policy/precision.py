@@ -1,4 +1,4 @@
-"""Weights held in half precision: which of them an update of a given size can move, and which it has moved."""
+"""Weights held in half precision: the share that an update of a given size can change, and the share it did change."""
 
 from collections.abc import Iterable
 
@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 DIGITS = {torch.bfloat16: 8, torch.float16: 11}  # binary digits of a number, with the leading one
-LOOKED_AT = 4096  # numbers of each tensor
+LOOKED_AT = 4096  # most numbers of a tensor in a sample
 
 
 def sample(weights: Iterable[Tensor]) -> list[Tensor]:
-    """Copies of numbers spread over each tensor, at most `LOOKED_AT` of one."""
+    """Copies of numbers spread evenly over each tensor, at most `LOOKED_AT` per tensor."""
     return [_spread(weight.detach()).clone() for weight in weights]
 
 
@@ -40,7 +40,7 @@ def held_in_half(policy: torch.nn.Module) -> list[Tensor]:
 
 
 def changed(before: list[Tensor], weights: Iterable[Tensor]) -> tuple[int, int]:
-    """Count the numbers of a `sample` that are others now, and all; each device is read once."""
+    """Numbers of the sample `before` that differ in `weights` now, and all of them; reads each device once."""
     counts: dict[torch.device, Tensor] = {}
     for earlier, weight in zip(before, weights, strict=True):
         moved = (_spread(weight.detach()) != earlier).sum()

@@ -1,4 +1,4 @@
-"""Policies with a frozen base in 4 or 8 bits by bitsandbytes and an adapter (QLoRA, arXiv 2305.14314)."""
+"""Policies with an adapter over a frozen base that bitsandbytes holds in 4 or 8 bits (QLoRA, arXiv 2305.14314)."""
 
 import importlib.util
 from typing import Any
@@ -28,9 +28,9 @@ def check_installed(quantization: Any) -> None:
 
 
 def check_shardable(quantization: Any, sharding: str, computes_in: str | None) -> None:
-    """Refuse (CheckError) quantised weights that `sharding` ("FSDP2", "ZeRO-3" or "") cannot shard.
+    """Raise CheckError for quantised weights that `sharding` ("FSDP2", "ZeRO-3" or "") cannot shard.
 
-    FSDP2 shards 4-bit weights that bitsandbytes stores as floating-point numbers; those stored as integers stay whole
+    FSDP2 shards 4-bit weights that bitsandbytes stores as floating-point numbers; weights stored as integers stay whole
     in each process. `computes_in` is the dtype to which weights are cast for products, such as "bfloat16", or None.
     """
     if quantization is None or not sharding:
@@ -41,16 +41,16 @@ def check_shardable(quantization: Any, sharding: str, computes_in: str | None) -
         how = f"to {bits[0]} bits" if bits else f"with {getattr(method, 'value', method)}"
         raise CheckError.of(
             "quantised-weights",
-            f"{sharding} cannot spread weights over processes that are quantised {how}.",
-            "Train 4 bits of bitsandbytes (load_in_4bit=True) with FSDP2; or launch with DDP or ZeRO-2, where each"
-            " process holds all of them; or load the model without `quantization_config`.",
+            f"{sharding} cannot shard weights that are quantised {how}.",
+            "Use bitsandbytes with load_in_4bit=True under FSDP2; or launch with DDP or ZeRO-2, where each process"
+            " holds all weights; or load the model without `quantization_config`.",
         )
     storage = str(_setting(quantization, "bnb_4bit_quant_storage") or "uint8").removeprefix("torch.")
     if computes_in is not None and "float" in storage and storage != computes_in:
         raise CheckError.of(
             "quantised-weights",
-            f"bnb_4bit_quant_storage={storage!r} does not go with computing in {computes_in} under FSDP2, which would"
-            " round the bytes of 4-bit weights as if they were numbers.",
+            f"bnb_4bit_quant_storage={storage!r} cannot be used with computing in {computes_in} under FSDP2, which"
+            " would cast the stored 4-bit weights as if they were numbers of that type.",
             f"Set bnb_4bit_quant_storage={computes_in!r}.",
         )
 
@@ -68,7 +68,7 @@ def is_quantized_layer(module: Any) -> bool:
 
 
 def keep_gradients(model: nn.Module) -> None:
-    """Keep bitsandbytes from rearranging 4-bit weights for inference on a CPU, whose products have no gradient."""
+    """Keep bitsandbytes from rearranging 4-bit weights for CPU inference, whose products have no gradient."""
     layer: Any
     for layer in model.modules():
         if type(layer._parameters.get("weight")).__name__ == "Params4bit":
@@ -77,7 +77,7 @@ def keep_gradients(model: nn.Module) -> None:
 
 
 def warn_about_unquantized(model: nn.Module, largest: float = 0.5) -> None:
-    """Warn if most of a model is not quantised: bitsandbytes quantises linear layers, not fused experts."""
+    """Warn if fused experts, which bitsandbytes does not quantise, are more than a share `largest` of the weights."""
     fused = {name: p for name, p in model.named_parameters() if p.dim() == 3 and not p.requires_grad}
     count = sum(parameter.numel() for parameter in fused.values())
     others = sum(dequantized_specs(layer)["weight"].numel() for layer in model.modules() if is_quantized_layer(layer))
@@ -85,12 +85,12 @@ def warn_about_unquantized(model: nn.Module, largest: float = 0.5) -> None:
         name, share = next(iter(fused)).rpartition(".")[2], count / (count + others)
         warn(
             f"the model is quantised by bitsandbytes, which leaves {share:.0%} of the weights unquantised:"
-            f" those of fused experts ({name}, ...), which are no linear layers. They take their full memory.",
+            f" the fused experts ({name} and others) are not linear layers. They take their full memory.",
         )
 
 
 def dequantized_specs(layer: Any) -> dict[str, Tensor]:
-    """Tensors of `dequantized_state` without data."""
+    """Names, shapes and dtypes of `dequantized_state`, as tensors without data."""
     weight, state = layer.weight, _state_of(layer)
     shape, dtype = (weight.shape, torch.float32) if state is None else (state.shape, state.dtype)
     like = {"weight": torch.empty(tuple(shape), dtype=dtype, device="meta")}

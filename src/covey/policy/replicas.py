@@ -1,7 +1,8 @@
 """Replicas of the policy: its reference for the KL penalty, and a full copy of a sharded policy for sampling.
 
-The reference is a frozen copy of a whole model, a model with a new adapter switched off, or one with an earlier state
-of a trained adapter in place while it is scored. A copy and an adapter's state may follow the policy.
+The reference is one of three: a frozen copy of the whole model; the model with a new adapter switched off; or the model
+with the first state of its trained adapter, put in place while it is scored. The first and the third may follow the
+policy (`follow`).
 """
 
 import copy
@@ -21,11 +22,11 @@ from covey.policy.weights import checkpoint_name
 QUANTISED = "quantised"
 
 Sample = dict[str, tuple[str, Tensor]]
-"""Dtype, or `QUANTISED`, of weights and some of their numbers, float32, by name."""
+"""By the name of a weight: its dtype, or `QUANTISED`, and a few of its numbers in float32."""
 
 
 class Reference:
-    """Source of the reference model; a model that is no PEFT model is copied, and `prepare` (collective) places it."""
+    """The reference model. A model without adapters is copied, and `prepare` (collective) wraps and places the copy."""
 
     def __init__(
         self, model: Any, prepare: Callable[[Any], Any] = lambda model: model, *, adapter_is_new: bool = False
@@ -38,7 +39,7 @@ class Reference:
 
     @contextmanager
     def model(self, policy: Any) -> Iterator[Any]:
-        """The reference, within the context. `policy` is the unwrapped policy."""
+        """Context that gives the reference model; `policy` is the unwrapped policy."""
         if not self.has_adapter:
             yield self.copy
         elif not self.stores_adapter:
@@ -70,7 +71,10 @@ class Reference:
             shard.lerp_(own_shard(current).to(shard), alpha)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """This process's own shards of a copy that has moved (else None), or of the adapter: {} if that is off."""
+        """This process's shards of the reference: of the adapter, or of a copy that has followed the policy.
+
+        None for a copy that still is the first model; {} for an adapter that is switched off.
+        """
         if self.copy is None:
             return self._adapter if self.stores_adapter else {}
         if not self.has_moved:
@@ -82,7 +86,7 @@ class Reference:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.copy is None:  # the adapter may be given in another way than when the run began
+        if self.copy is None:  # a resumed run may load the adapter that the first run created, or the other way round
             self.stores_adapter, self._adapter = bool(state), state or None
             return
         self.has_moved = True
@@ -99,10 +103,10 @@ def starts_as_identity(peft_config: Any) -> bool:
 
 
 def frozen_sample(model: Any) -> Sample:
-    """About eight numbers of each frozen weight, the same however it is sharded; collective if it is.
+    """About eight numbers of each frozen weight, the same for any sharding; collective for sharded models.
 
-    They identify a reference, or the base of an adapter. Left out are other adapters, which may come and go, and
-    weights that another library than bitsandbytes quantised.
+    They identify a reference, or the base of an adapter. Left out are adapters, which may be added or removed, and
+    weights quantised by libraries other than bitsandbytes.
     """
     model = unwrapped(model)
     reshard(model)
@@ -127,7 +131,7 @@ def _few(weight: Tensor) -> Tensor:
 
 
 def _trained_shards(policy: Any) -> dict[str, Tensor]:
-    """Copies of this process's shards of what is trained."""
+    """Copies of this process's shards of the trained parameters, by name."""
     reshard(policy)
     trained = ((name, weight) for name, weight in policy.named_parameters() if weight.requires_grad)
     return {name: own_shard(weight).detach().clone() for name, weight in trained}
@@ -155,8 +159,10 @@ def _frozen_copy(model: Any) -> Any:
 class FullCopy:
     """Full copy of a sharded policy: a model without hooks, so that each process can run it any number of times.
 
-    `model` is the policy before sharding, of which the modules are copied; `policy` gives the sharded one. Wider
-    matrices are cast to `dtype` (None: no casts).
+    Args:
+        model: the policy before sharding; its modules are copied.
+        policy: returns the sharded policy, whose weights are read.
+        dtype: to which wider matrices are cast; None: no casts.
     """
 
     def __init__(self, model: Any, policy: Callable[[], Any], dtype: torch.dtype | None = None):
@@ -174,7 +180,7 @@ class FullCopy:
 
     @contextmanager
     def weights(self) -> Iterator[None]:
-        """Give the copy the policy's present weights within the context. Collective."""
+        """Context in which the copy has the policy's current weights. Collective."""
         policy = self._policy()
         reshard(policy)
         present: dict[str, Tensor] = {checkpoint_name(name): buffer for name, buffer in policy.named_buffers()}

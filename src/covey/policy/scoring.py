@@ -1,6 +1,6 @@
 """Scores of tokens under the policy, its earlier versions and its reference.
 
-The head is applied to hidden states that predict learned tokens alone; prompts go through the decoder only.
+The head is applied only to hidden states that predict scored tokens; prompts go through the decoder, not the head.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,14 +31,14 @@ from covey.policy.moe import RouterLoads, loads_of, router_logits
 
 
 class Teachers(NamedTuple):
-    """Heads of the teachers of a batch's rollouts, and β of the divergence from them over the whole vocabulary."""
+    """Heads of the teachers of a batch's rollouts, and β of the divergence over the whole vocabulary."""
 
     heads: tuple[TeacherHead, ...]
     beta: float
 
 
 class Asked(NamedTuple):
-    """Numbers of a batch's tokens that are computed besides their log-probs; see `TokenScorer.__call__`."""
+    """Quantities to compute in addition to log-probs, or tokens to score; see `TokenScorer.__call__`."""
 
     entropy: bool = False
     targets: Tensor | None = None  # [N]
@@ -50,10 +50,10 @@ class Asked(NamedTuple):
 
 @dataclass(eq=False)
 class TokenScorer:
-    """Log-probabilities and entropies of learned tokens, of tokens named besides them, and the likeliest tokens.
+    """Log-probabilities and entropies of a batch's tokens, log-probs of further tokens, and the likeliest tokens.
 
-    All of these are read from one pass over the head's logits. Token i of a batch is scored by the hidden state at the
-    token before it, so that a batch's first hidden state is that of the last prompt token.
+    All of these are read from one pass over the head's logits. A token is scored by the hidden state of the token
+    before it: a completion's first token by that of the last prompt token.
 
     Examples:
         Log-probs with gradients, as for a policy loss; K tokens that a teacher named at each position; and the 20
@@ -68,18 +68,19 @@ class TokenScorer:
     unwrap: Callable[[Any], Any]  # from a (distributed) wrapper to the transformers model inside
     _: KW_ONLY
     temperature: float  # divides the logits, as in sampling
-    repetition_penalty: float = 1.0  # of what was sampled from; sampling masks are in the batch
-    # "auto" for the fastest that is right: shared_prefix, packed, padded. Another name insists on a layout, and is
-    # refused where it is wrong. Once a model has been tried, the layout of the first one (the policy).
+    repetition_penalty: float = 1.0  # that samples were drawn with; sampling masks are in the batch
+    # "auto" for the fastest that is correct of shared_prefix, packed and padded. Any other name sets the layout, and is
+    # refused if it gives wrong log-probs. After the first model (the policy) was tried, the layout that was chosen
     layout: str = "auto"
     pad_token_id: int = 0  # fills padded rows
     chunk_size: int = 1024  # most tokens whose logits are in memory at once
     float32_head: bool = False  # multiply by the head in float32
     # score inside the call of the head, for models whose wrappers need all of their hooks (FSDP, DeepSpeed)
     inside_head_call: bool = False
-    # the model gets images: rows are padded, and it computes positions itself, perhaps in two dimensions
+    # the model gets images: rows are padded, and the model computes positions itself, which may have two dimensions
     vision: bool = False
-    blank: Rollout | None = None  # added to batches of text alone where encoding images is collective (FSDP2, ZeRO-3)
+    # with an image; added to batches without images where encoding images is collective (FSDP2, ZeRO-3)
+    blank: Rollout | None = None
 
     def __post_init__(self) -> None:
         self._wanted = self.layout
@@ -97,16 +98,16 @@ class TokenScorer:
         hidden: bool = False,
         teachers: Teachers | None = None,
     ) -> TokenScores:
-        """Score a batch where `batch.scored` is True; gradients flow where enabled.
+        """Score a batch where `batch.scored` is True; with gradients if they are enabled.
 
         Args:
-            model: the model, perhaps in a (distributed) wrapper.
-            batch: its tokens are the context of one another, whatever is scored.
-            entropy: also compute the entropy of each position.
-            targets: [N] int64, tokens to score in the place of the batch's own.
-            named: [N, K] int64, tokens to score besides, with gradients; -1 for none. They need not be distinct.
-            top: number T of likeliest tokens to read out at each position, without gradients; at most the vocabulary.
-            hidden: also return what the head reads at each position, [N, H] in the model's dtype.
+            model: the model, or a (distributed) wrapper of it.
+            batch: all of its tokens are read as context, even if other tokens are scored (`targets`).
+            entropy: also compute the entropy of each position, in nats.
+            targets: [N] int64, tokens to score in place of the batch's own.
+            named: [N, K] int64, further tokens to score, with gradients; -1 for none. They need not be distinct.
+            top: number T of likeliest tokens to return at each position, without gradients; at most the vocabulary.
+            hidden: also return the hidden state that the head reads at each position, [N, H] in the model's dtype.
             teachers: also compute the divergence [N] from the teachers whose `teacher_hidden` the batch has.
 
         Returns:
@@ -120,10 +121,10 @@ class TokenScorer:
     def routes(
         self, model: Any, batch: TrainBatch, *, entropy: bool = False
     ) -> tuple[TokenScores, Tensor, list[Tensor]]:
-        """Score a mixture of experts, and read the experts of its tokens; where the batch has routes, they are forced.
+        """Score a mixture of experts and read the experts of its tokens; routes of the batch are forced.
 
         Returns:
-            Scores, the routes of the completions' tokens [N, L, k] as in a `TrainBatch`, and those of each prompt's.
+            Scores, the routes of completion tokens [N, L, k], and the routes of each prompt [its length, L, k].
         """
         layout, rows, tokens = self.layout_of(model, batch), batch, None
         if batch.jumps is not None:
@@ -154,7 +155,7 @@ class TokenScorer:
         top: int = 0,
         teachers: Teachers | None = None,
     ) -> tuple[TokenScores, RouterLoads]:
-        """Score a batch, and sum the router loads of its learned rollouts; ValueError without loads or gradients."""
+        """Score a batch and sum the router loads of its trained rollouts; CheckError as of `moe.router_logits`."""
         asked = Asked(entropy, targets, named, top, teachers=teachers)
         scores, loads = self._score(model, batch, self.layout_of(model, batch), asked, top_k)
         assert loads is not None, "top_k is given"
@@ -178,7 +179,7 @@ class TokenScorer:
             self.temperature = previous
 
     def layout_of(self, model: Any, batch: TrainBatch) -> str:
-        """Layout of a model, chosen by trials on the first call; ValueError for an unsupported head or layout."""
+        """Layout of a model, chosen by trials on the first call; CheckError for an unsupported head or layout."""
         inner = self.unwrap(model)
         if inner not in self._layouts:
             self._layouts[inner] = self._try_layouts(inner, batch.token_ids.device)
@@ -187,7 +188,7 @@ class TokenScorer:
         return self._layouts[inner]
 
     def adopt(self, model: Any, layout: str) -> None:
-        """Score a model in another layout than the chosen one, as when processes agree on one."""
+        """Use `layout` for a model instead of the chosen one, as when processes agree on a common one."""
         inner = self.unwrap(model)
         self._layouts[inner] = layout
         if next(iter(self._layouts)) is inner:
@@ -215,11 +216,11 @@ class TokenScorer:
         inputs = LAYOUTS[layout](batch, self.pad_token_id)
         kwargs = dict(inputs.kwargs)
         shown: AbstractContextManager[dict[str, Tensor]] = nullcontext({})
-        if self.vision:  # the model computes the positions, as it knows those of images
+        if self.vision:  # only the model can compute the positions of images
             del kwargs["position_ids"]
             shown = image_inputs(inner, kwargs["input_ids"], batch.media or [()] * len(batch), self.pad_token_id)
         if layout != "padded" and inner.config._attn_implementation != PACKED_ATTENTION:
-            # It stays, as backward passes may recompute layers; calls without a token tree are plain SDPA under it.
+            # It stays set, because backward may recompute layers. Calls without a token tree are plain SDPA with it.
             inner.set_attn_implementation(PACKED_ATTENTION)
         scored = learned if rollouts.jumps is None else batch.sampled.nonzero()[:, 0]
         head = head_of(inner, float32=self.float32_head)
@@ -251,7 +252,7 @@ class TokenScorer:
 
                 def score_all(hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> TokenScores:
                     scores = score(hidden.flatten(0, 1)[predictors], replace(head, forward=forward))
-                    # The blank row's image gets a gradient of 0, so that its collectives run in backward, too.
+                    # The blank row's image gets a gradient of 0, so that backward runs its encoder's collectives, too.
                     return scores._replace(logprobs=scores.logprobs + 0.0 * hidden[-1].sum()) if blank else scores
 
                 scores = score_in_head_call(model, head.module, score_all, **kwargs)
@@ -266,7 +267,7 @@ class TokenScorer:
         return scores if len(learned) == rollouts.num_tokens else scores.scattered(learned, rollouts.num_tokens), loads
 
     def _teacher_rows(self, batch: TrainBatch, learned: Tensor, teachers: Teachers | None) -> TeacherRows | None:
-        """The teachers of the tokens that are scored, in their order."""
+        """The teachers of the scored tokens, in the tokens' order; None without teachers."""
         if teachers is None or batch.teacher_hidden is None:
             return None
         numbers = None if batch.teacher_numbers is None else batch.teacher_numbers[learned]
@@ -275,7 +276,7 @@ class TokenScorer:
     def _routed(
         self, inner: Any, batch: TrainBatch, inputs: ModelInputs, reads: bool
     ) -> AbstractContextManager[RouteReading | None]:
-        """Context of a pass that replays the batch's routes, or reads the model's; of any other one that does not."""
+        """Context of a forward pass that replays the batch's routes or reads the model's; else an empty context."""
         if batch.routes is None and not reads:
             return nullcontext()
         routing = check_routing(inner, "routes")
@@ -300,9 +301,9 @@ class TokenScorer:
 
 
 def of_strands(rows: TrainBatch, tokens: Tensor, routes: Tensor, prompts: list[Tensor], count: int) -> Tensor:
-    """Routes of the `count` tokens of a batch from those of its strands' rows, each token's in the first row with it.
+    """Routes [count, L, k] of a batch's tokens, each from the first of its strands' rows that contains the token.
 
-    `tokens` are the indexes in the batch of the rows' tokens, as `unfolded` gives them.
+    `tokens` [R] are the indexes in the batch of the rows' tokens, as `unfolded` returns them.
     """
     whole, places = unknown_like(routes, count), tokens.cpu().numpy()
     known, first = np.unique(places, return_index=True)
@@ -316,7 +317,7 @@ def of_strands(rows: TrainBatch, tokens: Tensor, routes: Tensor, prompts: list[T
 
 
 def with_blank(batch: TrainBatch, blank: Rollout) -> TrainBatch:
-    """Batch of text with one more rollout at its end: a prompt with an image, without completion."""
+    """The batch with one more rollout at its end: a prompt with an image and an empty completion."""
     longer = partial(nn.functional.pad, pad=(0, 1))
     return replace(
         batch,
@@ -329,13 +330,13 @@ def with_blank(batch: TrainBatch, blank: Rollout) -> TrainBatch:
 
 
 def first_and_last(batch: TrainBatch) -> Tensor:
-    """Indices of up to four rollouts with learned tokens: two from either end, for both equal and other prompts."""
+    """Indices of up to four rollouts with trained tokens: two from either end, so that prompts are equal and differ."""
     filled = batch.sampled_lengths.nonzero()[:, 0]
     return torch.cat([filled[:2], filled[2:][-2:]])
 
 
 def _check_head(model: Any, inputs: dict[str, Any], inside_head_call: bool) -> None:
-    """Raise a ValueError unless `Head` gives the model's own logits."""
+    """Raise a CheckError unless `Head` gives the model's own logits."""
     head, ours = head_of(model), []
     if inside_head_call:
 
@@ -361,9 +362,10 @@ def _check_head(model: Any, inputs: dict[str, Any], inside_head_call: bool) -> N
 
 @contextmanager
 def decoder_outputs(model: Any, **asked: Any) -> Iterator[list[Any]]:
-    """Outputs of the decoder, which is `asked` for more, in the forward passes within; [0] are the last hidden states.
+    """List that receives the decoder's output of each forward pass within; `output[0]` are the last hidden states.
 
-    The whole model would compute a balancing loss of its own, of padded rows, if it were asked for router logits.
+    `asked` are further keyword arguments for the decoder, such as `output_router_logits`. Given to the whole model,
+    that one would also make it compute a balancing loss of its own, over padding as well.
     """
     decoder, outputs = decoder_of(model), list[Any]()
     ask: AbstractContextManager[Any] = nullcontext()

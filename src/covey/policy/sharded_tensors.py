@@ -44,13 +44,13 @@ def full_shape(tensor: Tensor) -> torch.Size:
 
 
 def sent_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """Dtype in which a tensor is sent to a receiver that computes in `dtype`: that, for wider matrices."""
+    """Dtype in which a tensor is sent to a receiver that computes in `dtype`: a wider matrix is cast to `dtype`."""
     narrows = dtype is not None and tensor.dim() > 1 and tensor.is_floating_point()
     return dtype if dtype is not None and narrows and dtype.itemsize < tensor.dtype.itemsize else tensor.dtype
 
 
 def full_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Gather a tensor from all its shards, cast to the `sent_dtype` of a receiver's `dtype` before. Collective."""
+    """Gather a tensor from all its shards, which are cast to its `sent_dtype` first. Collective."""
     if hasattr(tensor, "ds_id"):
         return _gathered_from_zero(tensor, dtype)
     if not hasattr(tensor, "full_tensor"):
@@ -78,7 +78,7 @@ def _gathered_from_zero(parameter: Any, dtype: torch.dtype | None) -> Tensor:
 
 
 def with_original_classes(module: nn.Module, copies: dict[int, nn.Module]) -> Any:
-    """Copy with shared tensors and the classes before FSDP2, by which transformers finds checkpoint names."""
+    """Copy of a module that shares its tensors and has the classes from before FSDP2, which transformers looks up."""
     if id(module) not in copies:
         twin: nn.Module = object.__new__(original_class(module))
         copies[id(module)] = twin

@@ -1,4 +1,4 @@
-"""Adapters in a folder or on the hub (PEFT), over a base model whose weights other models may share."""
+"""PEFT adapters in a folder or on the hub, loaded over a base model that other models may share."""
 
 import copy
 import json
@@ -24,14 +24,14 @@ PLACES = ("revision", "token", "cache_dir", "subfolder", "local_files_only")
 
 @dataclass(frozen=True, slots=True)
 class StoredAdapter:
-    """An adapter as its `adapter_config.json` describes it."""
+    """An adapter, as described by its `adapter_config.json`."""
 
     name: str  # its folder or hub id
     base: str  # folder or hub id of the model that it changes
-    revision: str | None = None  # of that model
+    revision: str | None = None  # revision of the base model
 
     def changes(self, name: str, revision: str | None) -> bool:
-        """True if the model that it changes is the one of this folder or hub id."""
+        """True if its base model is the folder or hub id `name` at `revision`."""
         base, other = os.path.expanduser(self.base), os.path.expanduser(name)
         if os.path.isdir(base) and os.path.isdir(other):
             return os.path.samefile(base, other)
@@ -39,10 +39,10 @@ class StoredAdapter:
 
 
 def stored_adapter(name: str, location: dict[str, Any]) -> StoredAdapter | None:
-    """The adapter in a folder or of a hub id; None where it is a model, or cannot be found.
+    """The adapter in a folder or of a hub id; None if there is a whole model, or nothing can be found.
 
-    `location` are those arguments of `from_pretrained` that say where it is. CheckError for one that no model can use
-    as a teacher.
+    `location` are the arguments of `from_pretrained` that say where it is (revision, cache, token). CheckError for an
+    adapter that cannot be a teacher: without a base model, or of a type that needs more than tokens.
     """
     name, path = os.path.expanduser(name), None
     places = {key: value for key, value in located(name, location).items() if key in PLACES}
@@ -61,17 +61,16 @@ def stored_adapter(name: str, location: dict[str, Any]) -> StoredAdapter | None:
     if kind in (*PROMPT_LEARNING, *NEED_INPUTS):
         raise CheckError.of(
             "teacher-adapter",
-            f"teacher={name!r} is an adapter of type {kind}, which needs more than the tokens that are scored.",
-            "Use LoRA or one of its relatives, or the folder of the merged model.",
+            f"teacher={name!r} is an adapter of type {kind}, which needs further inputs next to the tokens.",
+            "Use LoRA or one of its variants, or the folder of the merged model.",
         )
     return StoredAdapter(name, str(base), config.get("revision"))
 
 
 def shared_base(policy: Any) -> Any:
-    """The model under a policy's adapter as a model of its own, over the very same weights.
+    """The base model of a policy's adapter, as a separate model that shares its weights.
 
-    None where that cannot be: there is no adapter, weights under it are trained, or the library that packed them keeps
-    them in one module.
+    None where this is not possible: there is no adapter, weights of the base are trained, or they are held in 8 bits.
     """
     policy = unwrapped(policy)
     quantized = [module for module in policy.modules() if is_quantized_layer(module)]
@@ -85,7 +84,7 @@ def shared_base(policy: Any) -> Any:
 
 
 def with_stored_adapter(base: Any, adapter: StoredAdapter, location: dict[str, Any]) -> Any:
-    """A base model with an adapter, frozen; CheckError where the adapter is another model's."""
+    """A base model with a frozen adapter; CheckError if the adapter belongs to another model."""
     from peft import PeftModel
 
     places = {key: value for key, value in located(adapter.name, location).items() if key in PLACES}
@@ -99,7 +98,7 @@ def with_stored_adapter(base: Any, adapter: StoredAdapter, location: dict[str, A
     if missing:
         raise CheckError.of(
             "teacher-adapter",
-            f"teacher={adapter.name!r} does not fit the model that it names, {adapter.base!r}: {missing[0][:300]}",
+            f"teacher={adapter.name!r} does not fit its base model {adapter.base!r}: {missing[0][:300]}",
             "Name the model that it was trained on in its adapter_config.json.",
         )
     return model.requires_grad_(False).eval()

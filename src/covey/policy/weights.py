@@ -43,8 +43,11 @@ def weight_update(
 ) -> WeightUpdate:
     """The policy's weights after `version` optimizer steps; tensors are gathered and copied only when they are read.
 
-    With `adapter_only` they are the active adapter's, with the base model as `base`; else adapters are added to the
-    weights. Wider matrices are sent in the receiver's `dtype`; vectors keep theirs, as some need float32.
+    Args:
+        model: the policy, or a wrapper of it.
+        version: number of optimizer steps behind the weights.
+        adapter_only: send the active adapter alone, with the base model as `base`; else adapters are merged.
+        dtype: that the receiver computes in. Wider matrices are cast to it; vectors keep theirs, as some need float32.
 
     Raises:
         ValueError: the base is quantised in a way that Covey cannot undo, an adapter unties weights that the model
@@ -66,7 +69,7 @@ def weight_update(
 
 
 class _Part(NamedTuple):
-    """Tensors computed together: stored or without data, and a function that makes them in the receiver's dtype."""
+    """Tensors that are computed together: their shapes, and a function that makes them in the receiver's dtype."""
 
     like: dict[str, Tensor]
     make: Callable[[torch.dtype | None], dict[str, Tensor]]
@@ -89,7 +92,7 @@ def _update(version: int, parts: list[_Part], dtype: torch.dtype | None) -> Weig
 
 
 def _model_parts(base: nn.Module, merge: bool) -> list[_Part]:
-    """One part per module with tensors; tied ones once."""
+    """One part per module that has tensors; tied tensors are in one part only."""
     tied: dict[str, str] = getattr(base, "all_tied_weights_keys", None) or {}
     seen: dict[int, Tensor] = {}
     parts = []
@@ -106,10 +109,10 @@ def _model_parts(base: nn.Module, merge: bool) -> list[_Part]:
 
 
 def _gathered(stored: _Part, names: dict[str, str]) -> _Part:
-    """Whole tensors, under other names, from those that a module stores, perhaps as shards."""
+    """A part that gathers the tensors of `stored` from their shards and renames them."""
 
     def make(dtype: torch.dtype | None) -> dict[str, Tensor]:
-        state = stored.make(dtype)  # merged ones are whole, and were merged without casts
+        state = stored.make(dtype)  # merged weights are whole already, and were not cast
         return {name: full_tensor(state[key], dtype) for key, name in names.items()}
 
     like = ((name, stored.like[key]) for key, name in names.items())
@@ -117,7 +120,7 @@ def _gathered(stored: _Part, names: dict[str, str]) -> _Part:
 
 
 def _modules(module: nn.Module, merge: bool, prefix: str = "") -> Iterator[tuple[str, _Part]]:
-    """Names of modules with their tensors as stored, depth first; a module that PEFT adapted counts as one."""
+    """Names of modules and parts with their own tensors, depth first; a module that PEFT adapted is one part."""
     if any(hasattr(module, mark) for mark in ("base_layer", "modules_to_save", "token_adapter")):
         yield prefix, _adapted(module, merge)
         return
@@ -162,7 +165,7 @@ def _merged(tuner: Any) -> nn.Module:
 
 
 def _twin(module: nn.Module) -> Any:
-    """Copy with gathered parameters on the same device, without hooks and sharding."""
+    """Copy of a module with gathered parameters on the same device, without hooks and sharding."""
     if is_quantized_layer(module):
         return dequantized_layer(module)
     twin: nn.Module = object.__new__(original_class(module))  # FSDP2's class cannot be copied
@@ -179,8 +182,8 @@ def _twin(module: nn.Module) -> Any:
 def _as_in_checkpoint(base: Any, parts: list[_Part]) -> list[_Part]:
     """Parts with the names and shapes that `save_pretrained` writes.
 
-    transformers fuses some weights on loading (such as experts) and splits them on saving, which needs all tensors of
-    one weight together: those of one module, else of one layer, else of the model.
+    transformers fuses some weights on loading (such as experts) and splits them on saving, for which all tensors of one
+    weight must be in one part. The smallest parts that do are used: of a module, of a layer, or of the whole model.
     """
     named = with_original_classes(base, {})
     if (known := getattr(named, "_weight_conversions", None)) is not None:
@@ -207,7 +210,7 @@ def _converted(base: Any, part: _Part, rearranges: bool) -> _Part:
         return revert_weight_conversion(base, part.make(dtype if rearranges and rounds_alike(dtype) else None))
 
     def rounds_alike(dtype: torch.dtype | None) -> bool:
-        """True if casts before and after the conversion agree: matrices stay matrices."""
+        """True if a cast before the conversion gives the same as a cast after it: matrices stay matrices."""
         cast = {name: tensor.to(sent_dtype(tensor, dtype)) for name, tensor in part.like.items()}
         rounded = revert_weight_conversion(base, cast)
         return all(rounded[name].dtype == sent_dtype(tensor, dtype) for name, tensor in like.items())
@@ -267,7 +270,7 @@ def _check_can_be_whole(base: Any, is_adapted: bool) -> None:
 
 
 def _check_still_tied(base: Any) -> None:
-    """Refuse an adapter that makes tied weights differ, for which checkpoints have one tensor."""
+    """Raise CheckError for an adapter that makes tied weights differ, which are one tensor in a checkpoint."""
     tied: dict[str, str] = getattr(base, "all_tied_weights_keys", None) or {}
     modules = {checkpoint_name(name): module for name, module in base.named_modules()}
     for names in tied.items():
@@ -298,7 +301,7 @@ def _added_to(module: Any) -> set[int]:
 
 
 def checkpoint_name(name: str) -> str:
-    """Name without those of the wrappers of torch.compile and activation checkpointing."""
+    """Name of a parameter without the parts that torch.compile and activation checkpointing add."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
@@ -306,7 +309,10 @@ def checkpoint_name(name: str) -> str:
 
 
 def save_sharded(policy: Any, folder: str | Path, *, writes: bool, file_bytes: int = 5 * 10**9) -> None:
-    """Write the weights, in files of `file_bytes` at most, and the config; collective, one process `writes`."""
+    """Write weights and config for `from_pretrained`, in files of at most `file_bytes` bytes.
+
+    Collective: all processes call it, and the one with `writes` writes.
+    """
     policy, folder = unwrapped(policy), Path(folder)
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
@@ -316,7 +322,7 @@ def save_sharded(policy: Any, folder: str | Path, *, writes: bool, file_bytes: i
     update = weight_update(policy, 0)
     files, tensors = plan_files(update.specs, file_bytes), update.tensors()
     for file, specs in files.items():
-        ours = islice(tensors, len(specs))  # they come in the order of their specs
+        ours = islice(tensors, len(specs))  # tensors are in the order of the specs
         state = {name: tensor.cpu().contiguous() for name, tensor in ours if writes}
         if writes:
             save_file(state, folder / file, metadata={"format": "pt"})
@@ -330,7 +336,7 @@ def save_sharded(policy: Any, folder: str | Path, *, writes: bool, file_bytes: i
 
 
 def plan_files(specs: tuple[TensorSpec, ...], file_bytes: int) -> dict[str, list[TensorSpec]]:
-    """Assign tensors to files, in order, each as full as allowed: of 4, 3 and 5 bytes in files of 8, two and one."""
+    """Assign tensors to files in order, each up to `file_bytes`: 4, 3 and 5 bytes fill files of 8 as 4 + 3 and 5."""
     groups: list[list[TensorSpec]] = [[]]
     for spec in specs:
         if groups[-1] and sum(earlier.nbytes for earlier in groups[-1]) + spec.nbytes > file_bytes:
@@ -353,7 +359,7 @@ def _save_config(model: Any, folder: Path) -> None:
 
 
 def _save_adapters(policy: Any, folder: Path, writes: bool) -> None:
-    """Save all that PEFT has added, and the embeddings, which it also saves if they were changed."""
+    """Save everything that PEFT has added and, if they were changed, the embeddings, as PEFT does."""
     reshard(policy)
     embeddings = [policy.get_input_embeddings(), policy.get_output_embeddings()]
     of_embeddings = {id(parameter) for module in embeddings if module is not None for parameter in module.parameters()}
@@ -370,13 +376,13 @@ def _save_adapters(policy: Any, folder: Path, writes: bool) -> None:
 
 
 def saves_other_names(model: Any) -> bool:
-    """True if a model's checkpoints have other names or shapes of tensors than the model."""
+    """True if tensors have other names or shapes in a model's checkpoints than in the model."""
     named = dict(unwrapped(model).state_dict())
     return revert_weight_conversion(unwrapped(model), dict(named)).keys() != named.keys()
 
 
 def load_renamed(model: Any, folder: str) -> None:
-    """Load the weights of a checkpoint with the renaming of `from_pretrained`; RuntimeError for another model."""
+    """Load the weights of a checkpoint with the renaming of `from_pretrained`; RuntimeError if they do not fit."""
     model = unwrapped(model)
     loaded = type(model).from_pretrained(folder, dtype=model.dtype)
     model.load_state_dict(loaded.state_dict())

@@ -226,7 +226,7 @@ def test_a_server_that_keeps_no_experts_says_so(servers):
     [
         (lambda ids: ids[:-1], "experts of 5 tokens came where 6"),
         (lambda ids: ids[:, :1], "layers with a router"),
-        (lambda ids: ids + 4, "expert . came, and the model has 4"),
+        (lambda ids: ids + 4, "expert ."),
         (None, "cannot be read"),
     ],
 )

@@ -39,16 +39,16 @@ def packed_attention(
     """Causal attention within the sequences of a row, or an ordinary call without a token tree; [B, T, heads, D].
 
     query [B, heads, T, D], key and value [B, kv_heads, S, D]; with a tree B is 1, S is T and the mask is ignored.
-    Scores are capped by `softcap` and share probability with the sinks `s_aux` [heads]. CheckError for layers that
-    attend in a way that cannot be laid out in a row.
+    `softcap` soft-caps the scores; the sinks `s_aux` [heads] take a share of the probability. CheckError for layers
+    whose attention does not support several sequences in a row.
     """
     if token_tree is None:
         # A mask of one element for many keys is the placeholder that packed layouts pass with their token tree.
         if attention_mask is not None and attention_mask.numel() == 1 and key.shape[2] > 1:
             raise CheckError.of(
                 "model-layout",
-                f"{type(module).__name__} did not receive the keyword arguments of the model's forward, among them the"
-                " ends of the sequences of a row.",
+                f"{type(module).__name__} did not receive the keyword arguments of the model's forward, which say where"
+                " the sequences of a row end.",
                 PADDED,
             )
         if softcap is None and s_aux is None:
@@ -63,7 +63,7 @@ def packed_attention(
         "cap": softcap,
         "sinks": s_aux,
     }
-    # One dtype: under autocast its own, as in torch's attention; rotary embeddings may have changed it.
+    # Query, key and value need one dtype, which rotary embeddings may have changed: under autocast that of autocast.
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -84,7 +84,7 @@ def _ordinary(
     cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Explicit attention, for padded rows and generation of models that SDPA does not suit; [B, T, heads, D]."""
+    """Attention with explicit scores, for padded rows and generation where SDPA is not exact; [B, T, heads, D]."""
     repeats = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, repeats), repeat_kv(value, repeats)
     scores = (query @ key.mT) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -119,7 +119,7 @@ def _check(module: nn.Module, kwargs: dict[str, Any]) -> None:
 
 
 def _window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
-    """Sliding window of the layer: of the call, else of the config, as some models give it to their mask only."""
+    """Sliding window of the layer in tokens, or None: the call's, else the config's (some models pass only a mask)."""
     if "sliding_window" in kwargs:
         return kwargs["sliding_window"] or None
     config = getattr(module, "config", None)

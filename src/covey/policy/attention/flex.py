@@ -1,6 +1,7 @@
 """Attention of a token tree on CUDA: FlexAttention, compiled once for all shapes.
 
-The block mask is in the tree's cache, so it is built once per forward pass. Uncompiled, the code runs on any device.
+The block mask is cached in the tree, so it is built once per forward pass. Without compilation the code runs on any
+device.
 """
 
 from collections.abc import Callable
@@ -38,10 +39,10 @@ def flex_tree_attention(
     attend = attend or compiled_flex()
     mask = block_mask_of(tree, window, query.device)
     settings = {"score_mod": _capped(cap, query.device), "block_mask": mask, "scale": scale, "enable_gqa": True}
-    # Whole blocks, and at least two: sizes of 1 and sizes that blocks do not divide would be compiled separately.
+    # Padded to whole blocks, at least two: a size of 1 or one that blocks do not divide would be compiled separately.
     padding = (0, 0, 0, _blocks(tree) * BLOCK - tree.size)
     query, key, value = (nn.functional.pad(x, padding).contiguous() for x in (query, key, value))
-    for x in (query, key, value):  # else a number of blocks equal to one of heads would be compiled as the same symbol
+    for x in (query, key, value):  # else torch compiles a length that equals the number of heads as the same symbol
         torch._dynamo.mark_static(x, [0, 1, 3])
     if sinks is None:
         out = attend(query, key, value, **settings)
@@ -69,9 +70,9 @@ def block_mask_of(tree: TokenTree, window: int | None, device: torch.device) -> 
 
 
 def blocks_of(tree: TokenTree, window: int | None) -> tuple[Tensor, Tensor]:
-    """Blocks with some visible pairs and blocks with only visible pairs: two [blocks, blocks] bool matrices on the CPU.
+    """Blocks with some visible pairs, and blocks with only visible pairs: two [blocks, blocks] bool, on the CPU.
 
-    Disjoint. Built from the segments, so that the cost grows with the blocks, not the tokens.
+    No block is in both. They are built from segments, so the cost grows with the number of blocks, not of tokens.
     """
     count = _blocks(tree)
     touched = torch.zeros(count, count, dtype=torch.bool)
@@ -108,7 +109,7 @@ def _with_lse(
 
 
 def _listed(blocks: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """[rows, columns] bool -> number of True columns per row [1, 1, rows], and all columns with those first."""
+    """[rows, columns] bool -> number of True columns per row [1, 1, rows], and all column indexes, True ones first."""
     counts = blocks.sum(-1, dtype=torch.int32)
     order = blocks.int().argsort(dim=-1, descending=True, stable=True).int()
     return counts[None, None].to(device), order[None, None].to(device)

@@ -1,15 +1,15 @@
-"""Attention of a token tree, on any device, as a few rectangles merged by log-sum-exp.
+"""Attention within a token tree, on any device, as a few rectangles merged by log-sum-exp.
 
 A `TokenTree` describes visibility between the tokens of one row: a forest of segments in depth-first order, each
 attending to itself and to its ancestors. Query q sees key k exactly if `k <= q < reach[k]` and, in a window,
 `position[q] - position[k] < window`. Packed sequences are roots without children; completions that share a prompt are
 the children of the prompt's segment.
 
-`merged_attention` is exact, and saves nothing quadratic. A softmax over the union of key sets A and B is the average of
-the softmaxes over A and over B, weighted by their shares `exp(lse_A - lse)` and `exp(lse_B - lse)` of the normaliser
-(FlashAttention, arXiv 2205.14135 §3.1; Hydragen, arXiv 2402.05099 §3.1). Its gradient with respect to the scores of A
-needs the merged output o and normaliser alone: `dS = P * (dO V^T - rowsum(dO * o))`, `P = exp(S - lse)`. So no gradient
-flows through a log-sum-exp. See also `flex.py` (CUDA).
+`merged_attention` is exact, and saves no matrix of scores for the backward pass. A softmax over the union of key sets A
+and B is the average of the softmaxes over A and over B, weighted by their shares `exp(lse_A - lse)` and
+`exp(lse_B - lse)` of the normaliser (FlashAttention, arXiv 2205.14135 §3.1; Hydragen, arXiv 2402.05099 §3.1). The
+gradient with respect to the scores of A needs only the merged output o and the normaliser: `dS = P * (dO V^T -
+rowsum(dO * o))`, `P = exp(S - lse)`. So no gradient flows through a log-sum-exp. See also `flex.py` (CUDA).
 
 Shapes: H key heads, R query heads for each of them, Q queries, K keys, D features (values may have another number, D').
 """
@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-CAUSAL_BLOCK = 128  # most tokens of a square on the diagonal, half of which is computed for nothing
+CAUSAL_BLOCK = 128  # most tokens of a square on the diagonal; half of the square is computed and masked
 BAND_BLOCK = 256  # most queries of a part with a sliding window, whose mask is [256, 256 + window] at most
 
 
 class Part(NamedTuple):
-    """A rectangle of the row's attention matrix, all of whose queries see at least one of its keys.
+    """A rectangle of the row's attention matrix in which every query sees at least one key.
 
     Query i of the part sees its key j if `0 <= i + shift - j < window`.
     """
@@ -86,9 +86,10 @@ class TokenTree:
         return torch.tensor(self.reaches).repeat_interleave(torch.tensor(lengths))
 
     def parts(self, window: int | None) -> tuple[list[Part], list[Part]]:
-        """The visible pairs as few large rectangles, cached by window; unmasked where a segment is seen entirely.
+        """The visible pairs as few large rectangles, without a mask where a whole segment is visible; cached by window.
 
-        First those on the diagonal, whose queries cover the row exactly once, then those of earlier keys.
+        The first list has the parts on the diagonal, whose queries cover the row exactly once; the second has the parts
+        with keys of ancestors.
         """
         key = ("parts", window)
         if key in self.cache:
@@ -125,7 +126,7 @@ class TokenTree:
         keys = self.stops[ancestor] - self.starts[ancestor]
         for first in range(0, self.stops[segment] - self.starts[segment], BAND_BLOCK):
             last = min(first + BAND_BLOCK, self.stops[segment] - self.starts[segment])
-            # A query at i sees keys i + gap - window + 1 ... i + gap; later ones see none of this ancestor.
+            # Query i sees keys from i + gap - window + 1 to i + gap; from some query on, none of this ancestor.
             last = min(last, keys - 1 + window - gap)
             if last <= first:
                 break
@@ -143,7 +144,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 class FlashCPU(NamedTuple):
-    """Torch's flash attention on the CPU; key heads are shared by a stride of zero, never copied."""
+    """Torch's flash attention on the CPU; query heads share a key head by a stride of 0, without a copy."""
 
     scale: float
 
@@ -167,7 +168,7 @@ class FlashCPU(NamedTuple):
 
 
 class Explicit:
-    """Explicit scores, a block of queries at a time, in float32 at least; nothing quadratic is saved for backward.
+    """Explicit scores, a block of queries at a time, in float32 or wider; scores are not saved for backward.
 
     With cap c, scores are c tanh(s / c), whose derivative is 1 - (capped / c)^2.
     """

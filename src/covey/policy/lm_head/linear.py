@@ -1,12 +1,12 @@
 """Scores of tokens under a plain linear head, without all of their logits in memory.
 
 One autograd function maps hidden states, weight and bias to log-probs and entropies, over tiles of tokens by
-vocabulary: forward saves a few numbers per token, backward computes each tile's logits again, unless there is room for
-all of them (`KEPT_BYTES`). Memory for any number of tokens and words: `TILE_BYTES` for each of one to five tiles, cast
+vocabulary: forward saves a few numbers per token, backward computes each tile's logits again, unless all of them fit
+into `KEPT_BYTES`. Memory for any number of tokens and any vocabulary: `TILE_BYTES` for each of one to five tiles, cast
 rows of the weight, and a few [N, H] in float32.
 
-Letters: N tokens, H hidden size, V vocabulary; n and v those of a tile. C targets of each token: its own, then those
-that are named besides.
+Letters: N tokens, H hidden size, V vocabulary entries, which are called words; n tokens and v words of a tile. C
+targets of each token: the token itself, then the further tokens to score (`named`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,8 +33,8 @@ TILE_BYTES = {"cpu": 16 * 2**20, "cuda": 128 * 2**20}
 """Bytes of a tile's logits in float32: on CPUs, tiles that fit into the cache are fastest; GPUs need large products."""
 
 KEPT_BYTES = {"cpu": 256 * 2**20}
-"""Most bytes of all tiles' exponentials that the forward pass keeps for the backward pass, so that the head is
-multiplied by three times and not four."""
+"""Most bytes of exponentials, over all tiles, that forward keeps for backward: with them a step takes three products
+with the head's weight instead of four."""
 
 
 class HeadPlan(NamedTuple):
@@ -46,21 +46,21 @@ class HeadPlan(NamedTuple):
     wide: torch.dtype  # float32 or wider, dtype of sums
     tokens: int  # n, most tokens in a tile
     words: int  # v, most vocabulary entries in a tile
-    usual: tuple[int, int]  # n and v of a call with many tokens, by which arithmetic is chosen; the same in every call
+    usual: tuple[int, int]  # n and v of a call with many tokens; the kernels are chosen by these, equally in every call
     gradient_in_forward: bool  # compute the hidden states' gradient in the forward pass; see `LinearHead`
-    support: SampledSupport | None  # of the tokens' distributions; None: the whole softmax
+    support: SampledSupport | None  # tokens that each token was drawn from; None: the whole vocabulary
     keeps: bool  # exponentials are kept for the backward pass
-    top: int  # likeliest tokens that are read out
-    teacher: TeacherRows | None = None  # from whom a divergence over the whole vocabulary is computed
+    top: int  # number of likeliest tokens to return
+    teacher: TeacherRows | None = None  # for the divergence over the whole vocabulary, if it is wanted
 
     def of_whole_rows(self, words: int) -> "HeadPlan":
-        """Tiles of as many entries with all words of a few tokens, whose divergence is known at once."""
+        """Tiles of the same size that span the whole vocabulary of few tokens, so that one tile gives a divergence."""
         tokens = max(1, min(self.tokens, self.tokens * self.words // words))
         return self._replace(tokens=tokens, words=words)
 
 
 class Tile(NamedTuple):
-    """Some tokens, their x = gain * (hidden @ weight.T + bias) [n, v], their targets, and their teachers' logits."""
+    """Some tokens by some words: x = gain * (hidden @ weight.T + bias) [n, v], targets, and teachers' logits."""
 
     part: slice
     x: Tensor
@@ -81,13 +81,13 @@ def plan_of(
     top: int = 0,
     teacher: TeacherRows | None = None,
 ) -> HeadPlan:
-    """Tile sizes and types for hidden [N, H], weight [V, H] and bias [V]."""
+    """Tile sizes and dtypes for hidden [N, H], weight [V, H] and bias [V]."""
     wide = torch.promote_types(compute, torch.float32)
     size = TILE_BYTES.get(hidden.device.type, TILE_BYTES["cuda"]) // wide.itemsize
     tokens = max(1, min(chunk_size, len(hidden)))
     words = max(1, min(size // tokens, len(weight)))
     usual = (chunk_size, max(1, min(size // chunk_size, len(weight))))
-    # The gradient by a frozen head's input needs the forward products alone, unless entropies may be differentiated.
+    # With a frozen head, forward can compute the gradient of its input, unless entropies may be differentiated.
     frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
     straight = curve.cap is None and (support is None or support.penalty == 1.0)
     alone = straight and teacher is None
@@ -102,9 +102,9 @@ class LinearHead(torch.autograd.Function):
     """log p(targets), H(p) and the likeliest tokens, with p = softmax(curve(hidden @ weight.T + bias)).
 
     With z the logits and g the incoming gradients, dz = sum_y g_y (1[y] - p) - g_H p (log p + H), d hidden is
-    dz @ weight and d weight is dz.T @ hidden. With a frozen head the forward pass computes the mean of weight_v under p
-    over the words that are no target, from which d hidden follows by the weights of the targets. These are separate, so
-    that nothing cancels where one of them is nearly certain.
+    dz @ weight and d weight is dz.T @ hidden. With a frozen head, forward computes sum_v p_v weight_v over the words
+    that are not targets; adding the targets' rows of the weight then gives d hidden. Targets are added separately, so
+    that nothing cancels if one of them has a probability near 1.
     """
 
     @staticmethod
@@ -144,7 +144,7 @@ class LinearHead(torch.autograd.Function):
 def outputs_of(
     ctx: Any, logprobs: Tensor, entropies: Tensor | None, sums: RowSums, of_teacher: DivergenceSums | None = None
 ) -> tuple[Tensor | None, ...]:
-    """Outputs of an autograd function from log-probs [N, C], in the order of `TokenScores`; the last two: constants."""
+    """Outputs of an autograd function from log-probs [N, C], in the order of `TokenScores`; the last two: constant."""
     divergence = None if of_teacher is None else of_teacher.value.clone()
     named = logprobs[:, 1:].clone() if logprobs.shape[1] > 1 else None
     top = sums.top()
@@ -165,7 +165,7 @@ def _targets_contribution(weight: Tensor, targets: Tensor, factors: Tensor, *, l
 
 
 class _Tiles:
-    """Iteration over tiles, vocabulary outermost: a slice of the weight is used for all tokens before the next."""
+    """Iteration over tiles, with the vocabulary outermost: each slice of the weight is used for all tokens at once."""
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ class _Tiles:
             yield Tile(part, x, TargetColumns.of(self.targets[part], start, len(words), support), teacher)
 
     def _kept_tiles(self, log_z: Tensor) -> Iterator[tuple[Tensor, Iterator[Tile]]]:
-        """The same as `__iter__` with the probabilities p in place of x, from what `sums` has kept."""
+        """As `__iter__`, but with probabilities p in place of x, computed from the exponentials that `sums` kept."""
         for number, start in enumerate(range(0, len(self.weight), self.plan.words)):
             words = self.weight[start : start + self.plan.words].to(self.plan.compute)
             weights, peak = self.kept[2 * number : 2 * number + 2]
@@ -221,9 +221,10 @@ class _Tiles:
             yield words, iter((Tile(slice(0, len(p)), p, TargetColumns.of(self.targets, start, len(words))),))
 
     def sums(self) -> tuple[RowSums, Tensor | None, DivergenceSums | None, list[Tensor]]:
-        """Sums of each row's softmax; with `gradient_in_forward` also sum_v p_v weight_v without the target, [N, H].
+        """Sums of each row's softmax; with `gradient_in_forward` also sum_v p_v weight_v over other words, [N, H].
 
-        With a teacher also those of the divergence, for tiles of whole rows.
+        With a teacher also the sums of the divergence, from tiles that span the whole vocabulary. The last item lists
+        the exponentials that are kept for backward, each followed by the logits [n] that they are relative to.
         """
         plan = self.plan
         like, count = self.hidden.new_empty(0, dtype=plan.wide), self.targets.shape[1]
@@ -285,7 +286,7 @@ class _Tiles:
 
 
 def _arithmetic_for(plan: HeadPlan, targets: int, device: torch.device) -> type[TorchTiles]:
-    """Triton kernels on CUDA, where they are available, right and fast; else torch, as under sampling masks."""
+    """Triton kernels on CUDA where they are available, correct and faster; torch otherwise, and with sampling masks."""
     if device.type != "cuda" or plan.wide != torch.float32 or plan.support or find_spec("triton") is None:
         return TorchTiles
     from covey.policy.lm_head.triton_tiles import Case, fastest_tiles

@@ -1,8 +1,9 @@
-"""Log-probabilities and entropies of chosen tokens, computed from hidden states.
+"""Log-probabilities and entropies of given tokens, computed from hidden states.
 
-The logits of all positions are never in memory together, backward included. A plain linear head is computed by tiles
-(linear.py); any other (LoRA on it, quantised weights, hooks) is called, and called again in the backward pass, a chunk
-at a time. Where it is whole only while it is called (FSDP2, ZeRO-3), scoring takes place inside that call.
+The logits of all positions are never in memory together, not even in backward. A plain linear head is computed by tiles
+(linear.py). Any other head (with LoRA, quantised weights or hooks) is called for a chunk of positions at a time, and
+again in the backward pass. If the head is sharded and whole only while it is called (FSDP2, ZeRO-3), scoring takes
+place inside that call.
 """
 
 import math
@@ -35,12 +36,11 @@ CHUNK_BYTES = 256 * 2**20  # most bytes of a chunk's float32 logits if the head 
 
 
 class TokenScores(NamedTuple):
-    """Scores of N tokens, in nats; all but the first are None unless asked for.
+    """Scores of N tokens, in nats; all but the log-probs are None unless asked for.
 
     `named` and `top_logprobs` are -inf where there is no token: the id is -1, no logit of the head belongs to it, or it
-    could not be sampled (sampling mask). Mask them before they are multiplied by something: 0 * -inf is NaN. A gradient
-    that arrives at such an entry of `named` is discarded, even if it is NaN, so that one `torch.where` over the result
-    is enough.
+    could not be sampled (sampling mask). Mask them before multiplying: 0 * -inf is NaN. A gradient that arrives at such
+    an entry of `named` is discarded, even if it is NaN, so that one `torch.where` over the result is enough.
 
     Example:
         The mass of K named tokens and of all others: `mass = scores.named.exp().sum(1)`, `tail = 1 - mass`.
@@ -52,8 +52,8 @@ class TokenScores(NamedTuple):
     divergence: Tensor | None = None  # [N] from each token's teacher over the whole vocabulary, with gradients
     top_ids: Tensor | None = None  # [N, T] int64, the likeliest tokens, in descending order; -1 where there are fewer
     top_logprobs: Tensor | None = None  # [N, T] their log-probabilities, without gradients
-    hidden: Tensor | None = None  # [N, H] what the head has read, in the model's dtype, without gradients
-    routes: RouteReading | None = None  # what the pass has found, where routes were replayed or read
+    hidden: Tensor | None = None  # [N, H] hidden states that the head has read, in the model's dtype, without gradients
+    routes: RouteReading | None = None  # routes of the forward pass, where they were replayed or read
 
     def scattered(self, indices: Tensor, count: int) -> "TokenScores":
         """Scores of `count` tokens: these at `indices` [N], and `UNSCORED` everywhere else."""
@@ -127,14 +127,22 @@ def score_hidden(
 ) -> TokenScores:
     """Score targets [N] given the hidden states [N, H] that predict them, `chunk_size` positions at once at most.
 
-    `named` [N, K] int64 are further tokens to score at each position, -1 for none; `top` likeliest tokens (as many as
-    there are in a smaller vocabulary) are read out. Tokens that tie for the last place are chosen by chance. `teacher`
-    asks for the divergence of each position over the whole vocabulary.
+    Args:
+        targets: [N] int64.
+        head: the model's head.
+        temperature: divides the logits.
+        entropy: also compute the entropy of each position.
+        chunk_size: most positions whose logits are in memory at once.
+        support: tokens that each target was drawn from, if not from the whole softmax.
+        named: [N, K] int64, further tokens to score at each position; -1 for none.
+        top: number of likeliest tokens to return, at most the vocabulary; which of tied tokens is last is arbitrary.
+        teacher: also compute the divergence of each position over the whole vocabulary.
 
-    Distributions are the softmax at the temperature, or what sampling left of it (`support`). Sums are in float32 or
-    wider. Half-precision products are rounded once, as in the model itself, so a log-prob is good to 2^-8 (bfloat16) or
-    2^-11 (float16) of the largest logit; `float32` heads have no such error. ValueError for such a head that is not
-    plainly linear, and for a shard of a head.
+    Sums are in float32 or wider. Half-precision products are rounded once, as in the model itself, so a log-prob is
+    accurate to 2^-8 (bfloat16) or 2^-11 (float16) of the largest logit; heads with `float32` have no such error.
+
+    Raises:
+        ValueError: a `float32` head that is not a plain linear layer, or a head of which this process has only a shard.
     """
     if hasattr(getattr(head.module, "weight", None), "full_tensor"):
         raise ValueError(
@@ -168,7 +176,7 @@ def score_hidden(
 
 
 def teacher_head(head: Head) -> TeacherHead:
-    """A teacher's head without its model, whole where it is sharded (collective).
+    """A copy of a teacher's head apart from its model, gathered if it is sharded (collective).
 
     CheckError as of `check_plain_head`.
     """
@@ -178,7 +186,7 @@ def teacher_head(head: Head) -> TeacherHead:
 
 
 def check_plain_head(head: Head) -> nn.Linear:
-    """The head's module if its logits are a plain product, sharded or not; else CheckError: quantised, an adapter's."""
+    """The head's linear layer, sharded or not; CheckError if it is quantised or has an adapter."""
     linear = plain_linear(head.module, called=True)
     if linear is None and isinstance(head.module, nn.Linear) and is_shard(head.module.weight):
         linear = head.module
@@ -187,7 +195,7 @@ def check_plain_head(head: Head) -> nn.Linear:
             "teacher-head",
             f"teacher_top_k=-1 compares the whole vocabulary and needs a teacher with a plain linear head; this one's"
             f" is a {type(head.module).__name__} (an adapter or quantised weights).",
-            "Set teacher_top_k=64, which reads the teacher's scores alone, or keep the head out of the adapter.",
+            "Set teacher_top_k=64, which works with any head, or keep the head out of the adapter.",
         )
     return linear
 
@@ -253,9 +261,9 @@ class LogprobAndEntropy(torch.autograd.Function):
         teacher: Tensor | None = None,
         beta: float = 1.0,
     ) -> tuple[Tensor | None, ...]:
-        """logits [n, V], targets [n, C] int64 -> outputs as those of `LinearHead`, float32 or wider.
+        """logits [n, V], targets [n, C] int64 -> the outputs of `LinearHead`, float32 or wider.
 
-        `cached` receives the rows' sums and those of the divergence from the `teacher`'s logits [n, V], so that a
+        `cached` receives the sums of the rows and of the divergence from the `teacher`'s logits [n, V], so that a
         recomputation in the backward pass need not sum again.
         """
         ctx.curve = Curve.of(1.0, None, temperature)
@@ -299,10 +307,11 @@ ScoreFunction = Callable[[Tensor, Callable[[Tensor], Tensor]], TokenScores]
 
 
 def score_in_head_call(model: Any, head: Any, score: ScoreFunction, **inputs: Any) -> TokenScores:
-    """Run a model forward with `score` of its head's input in place of its head's logits, for sharded models.
+    """Run a sharded model's forward and return `score` of the hidden states that its head gets.
 
-    A module of FSDP2 or DeepSpeed is whole while it is called and while its gradient is computed. So the head's forward
-    is replaced by one that returns scores, and every hook runs. ValueError if the head is not called once.
+    FSDP2 and DeepSpeed gather a module while it is called and while its gradient is computed. Therefore the head's
+    forward is replaced by one that returns scores, and every hook runs. ValueError if the model calls its head not
+    exactly once.
     """
     found: list[TokenScores] = []
 
@@ -323,7 +332,7 @@ def score_in_head_call(model: Any, head: Any, score: ScoreFunction, **inputs: An
 
 
 class _WithOutput(torch.autograd.Function):
-    """Identity on scores that ties them to the model's output, so that its backward hooks run; its gradient is zero."""
+    """Identity on scores that makes them depend on the model's output (gradient 0), so that its backward hooks run."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, *scores: Tensor | None) -> tuple[Tensor | None, ...]:

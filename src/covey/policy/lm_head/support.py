@@ -1,4 +1,4 @@
-"""Distributions that tokens were drawn from: the softmax over kept tokens alone, after a repetition penalty.
+"""Distributions that tokens were drawn from: the softmax over the kept tokens only, after a repetition penalty.
 
 DeepSeek-V3.2's "keep sampling mask" (arXiv 2512.02556, section 3.1). Letters: N positions; n of them and v vocabulary
 entries in a tile; B rollouts, C tokens of their prompts and completions.
@@ -14,14 +14,14 @@ from covey.core.batch import TrainBatch, expand, segment_ids, segment_starts, to
 
 
 class TileSupport(NamedTuple):
-    """Changes of a tile's logits, either one None where there is none."""
+    """Changes of a tile's logits; each is None if it changes nothing."""
 
-    excluded: Tensor | None  # [n, v] bool, tokens that could not come
-    penalised: Tensor | None  # [n, v] bool, tokens that had come before
+    excluded: Tensor | None  # [n, v] bool, tokens that could not be sampled
+    penalised: Tensor | None  # [n, v] bool, tokens that had occurred before
     penalty: float
 
     def apply_(self, z: Tensor) -> Tensor | None:
-        """Change logits z [n, v] in place; returns the derivative of the new by the old, None where that is 1."""
+        """Change logits z [n, v] in place; returns the derivative of new by old logits [n, v], None if it is 1."""
         slope = None
         if self.penalised is not None:
             slope = torch.full_like(z, self.penalty).masked_fill_(z > 0, 1.0 / self.penalty)
@@ -36,7 +36,7 @@ class SampledSupport:
     """Sampling masks and repetition penalty of the positions that are scored, on their device."""
 
     offsets: list[int] | None  # N + 1: where the `ids` of each position begin; None without masks
-    ids: Tensor  # kept tokens, one position's after the other's; a position without any keeps all
+    ids: Tensor  # kept tokens of all positions, concatenated; a position without any keeps all
     rollout: Tensor  # [N] of each position, and [N] the number of its token in the completion
     index: Tensor
     penalty: float
@@ -81,5 +81,5 @@ class SampledSupport:
 
 
 def _column(ids: Tensor, start: int, width: int) -> Tensor:
-    """Column of each token in a tile, `width` where it is in another one."""
+    """Column of each token in a tile of words start .. start + width; `width` for a token outside of it."""
     return torch.where((ids >= start) & (ids < start + width), ids - start, width)

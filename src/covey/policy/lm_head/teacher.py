@@ -1,7 +1,7 @@
 """Logits of teachers next to the policy's, for a divergence over the whole vocabulary.
 
-A teacher's hidden states are kept from the pass in which it scored the tokens; its head is multiplied by again, a tile
-at a time. Letters as in linear.py; W the width of the widest teacher's hidden states.
+A teacher's hidden states are kept from the pass in which it scored the tokens; its logits are computed from them one
+tile at a time. Letters as in linear.py; W is the width of the widest teacher's hidden states.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from covey.policy.lm_head.support import TileSupport
 
 @dataclass(frozen=True, eq=False)
 class TeacherHead:
-    """A plain linear head, constant: hidden states [n, H] -> logits [n, V]."""
+    """A constant plain linear head: hidden states [n, H] -> logits [n, V]."""
 
     weight: Tensor  # [V, H]
     bias: Tensor | None = None  # [V]
@@ -36,12 +36,12 @@ class TeacherHead:
 
 @dataclass(frozen=True, eq=False)
 class TeacherRows:
-    """The teachers of N positions, and the divergence that is asked for."""
+    """The teachers of N positions, and which divergence from them to compute."""
 
     heads: tuple[TeacherHead, ...]
     hidden: Tensor  # [N, W]
-    numbers: Tensor | None  # [N] the head of each position, -1 without a teacher; None: all have the only one
-    beta: float  # of `covey.core.distillation.whole_divergence`
+    numbers: Tensor | None  # [N] index of each position's head, -1 without a teacher; None: all have head 0
+    beta: float  # β of `covey.core.distillation.whole_divergence`
     temperature: float
     compute: torch.dtype | None = None  # of products; None: the dtype of each head's weight
 
@@ -75,7 +75,7 @@ class DivergenceSums(NamedTuple):
     """Results of whole rows, all [n]."""
 
     value: Tensor  # the divergence
-    centre: Tensor  # of its gradient; see `whole_divergence`
+    centre: Tensor  # centre of its gradient; see `whole_divergence`
     log_z: Tensor  # log sum exp of the teacher's logits
 
     @classmethod

@@ -1,8 +1,8 @@
 """Arithmetic of a linear head's logits, one tile of tokens by vocabulary at a time, in plain torch.
 
 A tile is overwritten in place. A faster implementation of `TorchTiles` for some device has the same two methods.
-Letters: n tokens and v vocabulary entries in a tile, N tokens in all; C targets of each: its own token, then those that
-are named besides.
+Letters: n tokens and v vocabulary entries (words) in a tile, N tokens in all; C targets of each: the token itself, then
+the further tokens to score.
 """
 
 from dataclasses import KW_ONLY, dataclass, field
@@ -15,7 +15,7 @@ from covey.core.distillation import LEAST_LOGPROB, divergence_slopes, whole_dive
 from covey.policy.lm_head.support import TileSupport
 from covey.policy.lm_head.teacher import DivergenceSums
 
-IMPOSSIBLE = -1e4  # replaces a log-prob of -inf where it is multiplied by its probability: its exp is 0 in every dtype
+IMPOSSIBLE = -1e4  # replaces a log-prob of -inf in p log p: its exp is 0 in every dtype, and 0 * -inf would be NaN
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class RowSums(NamedTuple):
     peak: Tensor  # the largest logit
     total: Tensor  # sum of exp(z - peak)
     moment: Tensor | None  # sum of exp(z - peak) * (z - peak); None if no entropy is wanted
-    chosen: Tensor  # [n, C] the logits of the targets, once their tiles have been seen; -inf before
-    # [n, k] the largest logits so far in descending order and the tokens they belong to; -inf and any token where there
-    # are fewer. None if none are wanted
+    chosen: Tensor  # [n, C] the logits of the targets; -inf until the tile of the target was added
+    # [n, k] the largest logits so far in descending order, and their tokens; -inf and an arbitrary token where there
+    # are fewer. None unless wanted
     top_logits: Tensor | None
     top_ids: Tensor | None
 
@@ -56,7 +56,7 @@ class RowSums(NamedTuple):
         return RowSums(*(None if values is None else values[part] for values in self))  # type: ignore[arg-type]
 
     def add_top(self, logits: Tensor, ids: Tensor) -> None:
-        """Keep the largest of those so far and these logits [n, j] of tokens [n, j]."""
+        """Update the largest logits so far with logits [n, j] of tokens `ids` [n, j]."""
         assert self.top_logits is not None and self.top_ids is not None, "they are wanted"
         every = torch.cat([self.top_logits, logits.to(self.top_logits.dtype)], dim=1)
         largest, place = every.topk(self.top_logits.shape[1], dim=1)
@@ -64,7 +64,10 @@ class RowSums(NamedTuple):
         self.top_logits.copy_(largest)
 
     def results(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """log Z [n], log p of the targets [n, C] (without log Z, so that p near 1 keeps its digits), entropies [n]."""
+        """log Z [n], log p of the targets [n, C], entropies [n] or None.
+
+        log p is not computed from log Z, so that it keeps its digits for p near 1.
+        """
         log_total = self.total.log()
         entropies = None if self.moment is None else log_total - self.moment / self.total
         return self.peak + log_total, (self.chosen - self.peak[:, None]) - log_total[:, None], entropies
@@ -94,8 +97,8 @@ class RowGradients(NamedTuple):
     by_logprob: Tensor  # gradient of the loss by the log-probs of the targets, summed over them
     by_entropy: Tensor | None  # gradient by the entropy; None without one
     entropy: Tensor | None  # the entropy itself; None likewise
-    # [n, C] the entries of `TorchTiles.gradient` at the targets, where the general formula would round 1 - p_y away;
-    # equal where targets are
+    # [n, C] the entries of `TorchTiles.gradient` at the targets, where the general formula would round 1 - p_y to 0;
+    # equal targets have equal entries
     at_target: Tensor
     divergence: DivergenceGradients | None = None  # in addition to these; None without one
 
@@ -111,15 +114,15 @@ class RowGradients(NamedTuple):
         targets: Tensor | None = None,
         divergence: DivergenceGradients | None = None,
     ) -> "RowGradients":
-        """From results and their gradients, None where there is none.
+        """From the results of a forward pass, and the gradients of the loss by them (None where there is none).
 
         Args:
             log_z, entropy: [n].
             logprobs: [n, C].
-            by_logprob, by_entropy: [n], of the first target and of the entropy.
-            by_named: [n, C - 1], of the other targets. Where their log-prob is -inf it is discarded, even if NaN.
-            targets: [n, C], with several targets.
-            divergence: of a divergence from a teacher, or None.
+            by_logprob, by_entropy: [n], gradients by the first target's log-prob and by the entropy.
+            by_named: [n, C - 1], gradients by the other targets' log-probs, discarded (even NaN) where these are -inf.
+            targets: [n, C]; needed with more than one target.
+            divergence: values for the gradient by a divergence from a teacher, or None.
         """
         # Gradients are often one number expanded; kernels that index memory need contiguous entries.
         by_logprob = torch.zeros_like(log_z) if by_logprob is None else by_logprob.contiguous()
@@ -152,7 +155,7 @@ class RowGradients(NamedTuple):
 
     @property
     def scaled(self) -> bool:
-        """Entries contain the gradient by the log-probs, which have no common factor; else `factor` holds it."""
+        """True if `TorchTiles.gradient` contains the gradients by log-probs and entropy; else `factor` has them."""
         return self.by_entropy is not None or self.at_target.shape[1] > 1 or self.divergence is not None
 
     def factor(self) -> Tensor:
@@ -166,7 +169,7 @@ class TargetColumns(NamedTuple):
     offset: Tensor
     column: Tensor
     start: int  # the tile's first vocabulary entry
-    support: TileSupport | None = None  # of the rows' distributions; None: the whole softmax
+    support: TileSupport | None = None  # tokens that could be sampled; None: the whole vocabulary
 
     @classmethod
     def of(cls, targets: Tensor, start: int, width: int, support: TileSupport | None = None) -> "TargetColumns":
@@ -175,7 +178,7 @@ class TargetColumns(NamedTuple):
         return cls(offset, offset.clamp(0, width - 1), start, support)
 
     def put(self, tile: Tensor, values: Tensor) -> None:
-        """Set the targets' entries [n, C] of a tile, in rows whose target is in it; equal targets have equal ones."""
+        """Set the targets' entries in a tile to values [n, C], if they lie in it; equal targets need equal values."""
         inside, column = self.offset == self.column, self.column
         if inside.shape[1] > 1:  # targets that are elsewhere do what the row's first one does that is in the tile
             first = inside.byte().argmax(1, keepdim=True)
@@ -187,7 +190,7 @@ class TargetColumns(NamedTuple):
 
 @dataclass(eq=False)
 class TorchTiles:
-    """Tile arithmetic."""
+    """Arithmetic on one tile of logits, in torch operations."""
 
     curve: Curve
     _: KW_ONLY
@@ -202,8 +205,9 @@ class TorchTiles:
     ) -> tuple[Tensor, Tensor] | None:
         """Add a tile x = gain * raw [n, v], which is overwritten, to the sums of its rows.
 
-        With `others` also return the weights of a mean over all words but the target: exp(z - peak) [n, v], 0 at
-        targets, valid until the next call; and the factor [n] by which sums of earlier such tiles shrink.
+        With `others` it also returns exp(z - peak) [n, v], 0 at targets, which weighs a mean over the other words and
+        is valid until the next call; and the factor [n] by which such sums over earlier tiles must be multiplied,
+        because the peak has changed.
         """
         z = self._logits(x)
         if targets.support is not None:
@@ -232,7 +236,7 @@ class TorchTiles:
         return weights, shrink
 
     def divergence(self, x: Tensor, teacher: Tensor, support: TileSupport | None, beta: float) -> DivergenceSums:
-        """Divergence of whole rows x [n, V], which stay, from the teacher's logits [n, V]."""
+        """Divergence of whole rows x [n, V], which are not overwritten, from the teacher's logits [n, V]."""
         z = self._scratch_like("policy", x).copy_(x)
         if self.curve.cap is not None:
             z.tanh_().mul_(self.curve.cap)
@@ -298,5 +302,5 @@ class TorchTiles:
 
 
 def _finite(log_p: Tensor) -> Tensor:
-    """Log-probs in place, with a number for tokens that cannot come."""
+    """Replace a log-prob of -inf by `IMPOSSIBLE`, in place."""
     return log_p.masked_fill_(log_p == -torch.inf, LEAST_LOGPROB).clamp_min_(IMPOSSIBLE)

@@ -1,4 +1,4 @@
-"""Arithmetic of a tile of logits in Triton kernels; `fastest_tiles` returns torch's where these do worse."""
+"""Arithmetic of a tile of logits in Triton kernels; `fastest_tiles` compares them with torch's operations."""
 
 import functools
 from typing import NamedTuple
@@ -24,8 +24,8 @@ from covey.runtime.user_code import warn
 
 BLOCK = 4096  # entries of a row that a program loads at once
 MOST_TIME = 1.1
-"""Largest ratio of the kernels' time to that of torch's operations for which they are used: well off 1, so that noise
-between runs or processes does not change the choice."""
+"""Largest ratio of the kernels' time to the time of torch's operations for which they are used. It is well above 1, so
+that noise between runs or processes does not change the choice."""
 TOLERANCE = 1e-3  # largest difference of results and gradients, relative to the larger of 1 and their size
 
 
@@ -89,13 +89,13 @@ def _add_kernel(
 
 @triton.jit
 def _finite(log_p, least, floor):
-    """Log-probs with a number for tokens that cannot come, as `torch_tiles._finite`."""
+    """Log-probs with a finite number for tokens that cannot be sampled, as `torch_tiles._finite`."""
     return tl.maximum(tl.where(log_p == -float("inf"), least, log_p), floor)
 
 
 @triton.jit
 def _log_mixture(log_p, log_t, beta, far):
-    """log(M / P) of `covey.core.distillation.log_mixture`, to the last digit of 1."""
+    """log(M / P) of `covey.core.distillation.log_mixture`, with an absolute error of rounding 1."""
     gap = tl.minimum(tl.maximum(log_t - log_p, -far), far)
     return tl.log(1.0 - beta + beta * tl.exp(gap)), gap
 
@@ -254,7 +254,7 @@ def _size(words: int) -> int:
 
 
 class Case(NamedTuple):
-    """A kind of call: tokens and vocabulary entries of a full tile, the dtype of its entries, and what is wanted.
+    """A kind of call: tokens and vocabulary entries of a full tile, the dtype of its entries, and the wanted results.
 
     Likeliest tokens are left out: both implementations find them by torch's `topk`.
     """
