@@ -1,4 +1,4 @@
-"""Engine with scripted completions and durations: nothing is random, so runs differ by their schedules alone."""
+"""Engine with scripted completions and durations: nothing is random, so runs differ only by their schedules."""
 
 import asyncio
 import time
@@ -26,7 +26,7 @@ class ServedRequest:
 
 @dataclass(eq=False)
 class ScriptedEngine:
-    """Samples from a script. A request keeps the weights of its arrival, whatever is loaded meanwhile.
+    """Samples from a script. A request keeps the weights version of its arrival, even if another is loaded meanwhile.
 
     Example:
         >>> from covey.core.engine import SamplingParams
@@ -40,8 +40,8 @@ class ScriptedEngine:
 
     script: Script  # completions longer than the request's `max_tokens` are truncated
     _: KW_ONLY
-    seconds: float | Callable[[int], float] = 0.0  # of a request, or a function of its index among all (0, 1, ...)
-    lanes: int | None = None  # most requests at once, others wait in order, as on a device in full use; None: no limit
+    seconds: float | Callable[[int], float] = 0.0  # duration of a request, or a function of its index from 0
+    lanes: int | None = None  # most requests at once; others wait in order. None: no limit
     logprobs: Callable[[Sequence[int], list[int]], list[float]] | None = None  # of prompt ids and completion ids
     served: list[ServedRequest] = field(default_factory=list, init=False)  # every request, in the order of arrival
     version: int | None = field(default=None, init=False)  # of the weights; None before the first update

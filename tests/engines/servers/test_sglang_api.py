@@ -223,7 +223,7 @@ def test_an_aborted_answer_ends_where_tokens_and_logprobs_do():
         ({"output_ids": [1]}, "a completion with `meta_info`"),
         (answer(kind="nonsense"), "stop, length and abort are known"),
         (answer(finish_reason=None), "stop, length and abort are known"),
-        (answer(tokens=(4, 5, 6)), "2 log-probs came for 3 tokens"),
+        (answer(tokens=(4, 5, 6)), "2 log-probs for 3 tokens"),
         (answer(output_token_logprobs=[[-1.0, 4, None], [-1.0, 6, None]]), "or for others"),
         (answer(output_token_logprobs=[-1.0]), "`output_ids` and log-probs"),
         ({**answer(), "output_ids": None}, "`output_ids` and log-probs"),
@@ -236,7 +236,7 @@ def test_what_is_no_completion_is_refused(broken, says):
 
 def test_missing_completions_are_noticed(running):
     running.fail("/generate", status=200, text="[]")
-    with pytest.raises(BadAnswer, match=r"\[\] came where 2 completions belong"):
+    with pytest.raises(BadAnswer, match=r"\[\] instead of 2"):
         generate(running, request())
 
 

@@ -224,7 +224,7 @@ def test_a_server_that_keeps_no_experts_says_so(servers):
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (lambda ids: ids[:-1], "experts of 5 tokens came where 6"),
+        (lambda ids: ids[:-1], "experts of 5 tokens, but 6"),
         (lambda ids: ids[:, :1], "layers with a router"),
         (lambda ids: ids + 4, "expert ."),
         (None, "cannot be read"),

@@ -368,7 +368,7 @@ FAULTS = [
           NoServerLeft, during=killed_for_good),
     Fault("log-probs are NaN in every answer", ENDS, (r"1 of \d log-probs.*\(nan\)", r"bfloat16"), BadAnswer,
           during=wrong(ANSWER, NAN, 9)),
-    Fault("log-probs are missing in every answer", ENDS, (r"no log-probs came for \d tokens",), BadAnswer,
+    Fault("log-probs are missing in every answer", ENDS, (r"no log-probs for \d tokens",), BadAnswer,
           during=wrong(ANSWER, edit(lambda choice: choice.update(logprobs=None)), 9)),
     Fault("a completion holds a token that the trained model lacks", ENDS, (r"it sampled token 5000", r"ends at 104"),
           during=wrong(ANSWER, edit(lambda choice: choice["token_ids"].__setitem__(0, 5000)))),

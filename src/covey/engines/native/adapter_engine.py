@@ -1,7 +1,7 @@
 """Built-in engine for many LoRA adapters over one frozen model: one decode batch mixes sequences of all of them.
 
-Each linear layer multiplies all rows with its weights once. The low-rank products of all adapters are two further ones:
-their matrices lie side by side, and a row keeps the part of its own adapter.
+Each linear layer multiplies all rows with its weights once. Two further products compute the low-rank terms of all
+adapters at once: the adapters' matrices are concatenated, and a mask keeps the columns of each row's own adapter.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ LowRank = Mapping[str, tuple[Tensor, Tensor]]
 
 @dataclass(eq=False, kw_only=True)
 class AdapterEngine(NativeEngine):
-    """Samples each request with the adapter that it names (`SampleRequest.adapter`); None is the model alone."""
+    """Samples each request with the adapter that it names (`SampleRequest.adapter`); None is the model without one."""
 
     adapters: Callable[[], Mapping[str, LowRank]]  # read whenever the engine wakes
 
@@ -66,7 +66,7 @@ class AdapterEngine(NativeEngine):
 
 
 class AdapterRows:
-    """The adapters of all rows of a forward pass, and what they add to each linear layer."""
+    """The adapters of all rows of a forward pass, and the terms that they add to linear layers."""
 
     def __init__(self) -> None:
         self._load({})
@@ -133,6 +133,6 @@ class AdapterRows:
         if mask is not None and len(mask) not in (1, len(x)):
             raise RuntimeError(
                 f"a layer got {len(x)} rows for {len(mask)} sequences: it is a layer of experts, whose adapters cannot"
-                " be mixed in one batch. Adapt the attention layers alone (`target_modules`)."
+                " be mixed in one batch. Set `target_modules` to attention layers only."
             )
         return mask

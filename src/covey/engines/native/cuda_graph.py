@@ -1,9 +1,10 @@
 """Decoding steps captured once as a CUDA graph and replayed: one launch instead of a thousand.
 
-A graph needs tensors of fixed shapes and addresses, so sequences are computed in powers of two and over the cache's
-whole capacity. A capture costs as much as tens of steps: it is kept while a quarter of its sequences is left, and
-taken again when there are fewer or more, when the capacity changes, or when prompts come or are dropped. Every capture
-is checked against an ordinary run of the same step, the first one against a run with torch's attention.
+A graph needs tensors of fixed shapes and addresses, so the number of sequences is rounded up to a power of two, and
+attention reads the cache's whole capacity. A capture costs as much as tens of steps. It is kept until fewer than a
+quarter of its sequences are left, and repeated then, or when sequences are added, the capacity changes, or prompts are
+added or dropped. Every capture is checked against an ordinary run of the same step, the first one against a run with
+torch's attention.
 """
 
 from collections.abc import Callable
@@ -19,14 +20,14 @@ from covey.runtime.process_memory import is_out_of_memory
 from covey.runtime.user_code import warn
 
 LEAST_SEQUENCES = 8  # fewer sequences are computed as this many
-FEWEST_LEFT = 4  # a capture is kept until fewer than one in so many of its sequences are left
+FEWEST_LEFT = 4  # a capture is kept until fewer than 1 in 4 of its sequences are left
 
 Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], Any], Tensor]]
 """Captures a function; returns a function that replays it, and the tensor that holds the result after a replay."""
 
 
 class CaptureError(RuntimeError):
-    """A step could not be captured or replayed; the cache is as before. If `out_of_memory`, a later one may succeed."""
+    """A step could not be captured or replayed; the cache is unchanged. If `out_of_memory`, a later try may succeed."""
 
     def __init__(self, reason: Exception):
         super().__init__(str(reason))
@@ -41,7 +42,7 @@ class CaptureError(RuntimeError):
 class GraphStep:
     """Decoding step of every sequence of a cache, by replaying a captured one.
 
-    It lives as long as the engine, because what could not be fused is not tried again; each cache has its own captures.
+    It lives as long as the engine, so that kernels that failed once are not tried again; captures belong to a cache.
     """
 
     forward: Callable[[SharedPrefixCache, Tensor, Tensor, Any], Tensor]
@@ -52,7 +53,7 @@ class GraphStep:
     _proven: bool = False  # a capture was right
 
     def begin(self, cache: SharedPrefixCache | None) -> None:
-        """Decode the sequences of this cache; None: of none, and free what the last capture holds."""
+        """Decode the sequences of this cache from now on; None ends that and frees the memory of the last capture."""
         self.cache = cache
         self._captured_for: tuple[Any, ...] | None = None
         self._replay: Callable[[], Any] | None = None
@@ -64,7 +65,7 @@ class GraphStep:
         size = len(tokens)
         computed = max(LEAST_SEQUENCES, 1 << (size - 1).bit_length())
         captured = self._captured_for[0] if self._captured_for else 0
-        if computed <= captured <= FEWEST_LEFT * computed:  # else too many of the last capture's would be idle
+        if computed <= captured <= FEWEST_LEFT * computed:  # else too many captured sequences would be idle
             computed = captured
         key = self.cache.begin_fixed_step(computed, tokens.device)
         try:
@@ -123,7 +124,7 @@ class GraphStep:
 def capture_cuda_graph(step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
     """Capture `step`, which has been run before, on a side stream.
 
-    `torch.cuda.graph` would collect garbage and give all cached memory back to the device, each time.
+    `torch.cuda.graph` is not used, because it collects garbage and returns all cached memory to the device each time.
     """
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.Stream()

@@ -1,9 +1,9 @@
-"""Attention of a decoding step in Triton: one query per sequence, its group's prompt, its own tokens.
+"""Attention of a decoding step in Triton: one query per sequence, over its group's prompt and its own tokens.
 
-One kernel for what takes torch twenty small ones, whose launches cost more than their work. A program takes one
+One kernel replaces twenty small ones of torch, whose launches cost more than their work. A program computes one
 sequence, one key/value head and one of several splits of the keys, with an online softmax in float32 (Dao et al. 2022,
 arXiv 2205.14135, and its split over keys for decoding); a second kernel adds the splits up. Importing this module
-imports triton. `SharedPrefixCache.attend` is the reference.
+imports triton. `SharedPrefixCache.attend` is the reference implementation.
 """
 
 import functools
@@ -17,7 +17,7 @@ from covey.engines.native.shared_prefix_cache import SlotMap
 from covey.runtime.user_code import warn
 
 BLOCK = 64  # keys that a program reads at once
-LEAST_KEYS = 256  # fewest keys for which the keys are split once more
+LEAST_KEYS = 256  # fewest keys of a split
 PROGRAMS = 264  # programs that keep a large GPU busy: two for each multiprocessor of an H100
 TOLERANCE = 2e-2  # largest difference from torch, of averages of standard normal values: half precision
 
@@ -52,7 +52,7 @@ def _attend_kernel(
     pk_head, pk_group, pk_token, pv_head, pv_group, pv_token, ok_row, ok_head, ok_token, ov_row, ov_head, ov_token,
     SPLITS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Unnormalised output, maximum and sum of one split for one sequence and key/value head."""
+    """Unnormalised output, maximum and sum of one split of the keys, for one sequence and key/value head."""
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
@@ -145,7 +145,7 @@ def disagreement(kv_heads: int, queries: int, dim: int, dtype: torch.dtype, devi
 def decode_attention(
     query: Tensor, prompt: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], slot_map: SlotMap, columns: Tensor
 ) -> Tensor:
-    """Attend with one query per sequence to the prompt of its group and to its own tokens, up to its one of `columns`.
+    """Attend with one query per sequence to the prompt of its group and to its own tokens up to its entry of `columns`.
 
     Scaled queries [S, kv_heads, q, D] in half precision, keys and values of prompts [kv_heads, groups, width, D] and of
     own tokens [S, kv_heads, columns, D] -> [S, kv_heads, q, D].

@@ -2,7 +2,7 @@
 
 A prompt is computed once and its cache shared by its completions; finished sequences leave the batch at once and
 waiting ones are admitted; drafts are verified in one forward pass. The engine shares the policy's memory, so there are
-no weights to load. See also `recurrent_engine`, for models with a running state and for images.
+no weights to load. See also `recurrent_engine`, for models with a recurrent state and for images.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ from covey.engines.native.shared_prefix_cache import SHARED_PREFIX_ATTENTION, Sh
 from covey.runtime.process_memory import is_out_of_memory
 from covey.runtime.user_code import warn
 
-CAPTURED_TOKENS = 256  # most tokens of a completion for which there is room before any is sampled, with CUDA graphs
+CAPTURED_TOKENS = 256  # with CUDA graphs: tokens per completion, at most, that the cache has room for from the start
 PREFILL_TOKENS = 4096  # most (padded) tokens in one forward pass over prompts or drafts
 
 Item = TypeVar("Item")
@@ -49,9 +49,9 @@ Item = TypeVar("Item")
 class NativeEngine(PolicyEngine):
     """Samples from a transformers causal language model."""
 
-    pad_token_id: int  # fills the gaps of a prefill batch; any id of the vocabulary will do
+    pad_token_id: int  # pads prompts of a prefill batch; any id of the vocabulary will do
     check_interval: int | None = None  # steps between checks for ended sequences; None: 1 on a CPU, 8 elsewhere
-    whole_calls: bool = False  # call the model as a whole alone, as some wrappers need; without drafts
+    whole_calls: bool = False  # call only the whole model, never its parts, as some wrappers need; disables drafts
 
     def __post_init__(self, model: Callable[[], Any]) -> None:
         super().__post_init__(model)
@@ -63,15 +63,15 @@ class NativeEngine(PolicyEngine):
         self._prefixes = PrefixStore()
         self._shares_prefixes: bool | None = None  # None: not tried yet
         self._softcap = False  # while it is awake: attention soft-caps where the model does
-        self._shapes: set[AttentionShape] = set()  # of attention, found by that trial
+        self._shapes: set[AttentionShape] = set()  # of the attention layers, found by the trial of shared prefixes
         self._fuses: bool | None = False if self.whole_calls else None  # None: not tried yet
         self._fused_step: FusedStep | None = None
         self._use_graphs: bool | None = False if self.whole_calls else None  # None: on CUDA
         self._capture: Capture = capture_cuda_graph
         self._graph_step: GraphStep | None = None
         self._driver: asyncio.Task[None] | None = None
-        self._keeps_routes = False  # of the sequences of the forward pass that is next
-        self._step_routes: Tensor | None = None  # [S, L, k] of the last step that was run, or is replayed
+        self._keeps_routes = False  # a sequence of the next forward pass keeps the experts of its tokens
+        self._step_routes: Tensor | None = None  # [S, L, k] experts of the last decoding step, run or replayed
 
     async def generate(self, request: SampleRequest) -> list[Completion]:
         """Sample `request.n` completions of one prompt; ValueError for unknown settings, images or unfit drafts."""
@@ -99,7 +99,7 @@ class NativeEngine(PolicyEngine):
             self._graph_step.begin(None)
 
     async def _drive(self) -> None:
-        """Decode until nothing is left; between steps other coroutines run."""
+        """Decode until no sequence is left; between steps other coroutines run."""
         try:
             await asyncio.sleep(0)  # callers that are ready now queue their requests first
             while self._waiting or self._running:
@@ -143,7 +143,7 @@ class NativeEngine(PolicyEngine):
         self._admitted.clear()
 
     def _batches(self, items: list[Item], sizes: list[int]) -> Iterator[list[Item]]:
-        """Batches of forward passes: of one item each where rows cannot attend alone, and padding would show."""
+        """Batches of forward passes; one item each if rows cannot attend alone, as padding would change them."""
         return _batches(items, sizes) if self._shares_prefixes else ([item] for item in items)
 
     def _prefill(self, groups: list[list[SequenceState]]) -> None:
@@ -173,9 +173,10 @@ class NativeEngine(PolicyEngine):
                 self._verify_drafts(prefilled, prompts, handles, batch)
 
     def _continue_prefixes(self, sequences: list[SequenceState]) -> None:
-        """Start sequences whose prompts begin with those of other requests: these are computed first, or stored.
+        """Start sequences whose prompts begin with tokens that other requests share (`SampleRequest.shared`).
 
-        What follows is computed after them even if they are not stored: stored or not, the bits are the same.
+        The shared tokens are taken from the store, or computed first, and the rest of the prompt is computed after
+        them in either case, so that the bits do not depend on the store.
         """
         assert self._cache is not None, "made on admission"
         parts = [(tuple(x.request.prompt_ids[: x.request.shared]), x) for x in sequences]
@@ -233,7 +234,7 @@ class NativeEngine(PolicyEngine):
             self._running += [sequences[i] for i in unfinished]
 
     def _reading(self, sequences: Iterable[SequenceState]) -> AbstractContextManager[RouteReading | None]:
-        """Context of a forward pass in which the experts of its tokens are read, if one of the sequences keeps them."""
+        """Context of a forward pass that reads the experts of its tokens, if one of the sequences keeps them."""
         if not any(sequence.request.params.keep_routes for sequence in sequences):
             return nullcontext()
         return check_routing(self._model(), "keep_routes=True").passing()
@@ -252,7 +253,7 @@ class NativeEngine(PolicyEngine):
         return prefilled, routes_of_rows(read, computed) if keeps else []
 
     def _compute_prompts(self, prompts: list[list[int]]) -> Cache | None:
-        """Compute all of each prompt but its last token, which is the first decoding step; None if nothing is left.
+        """Compute all tokens of each prompt except the last, which the first decoding step takes; None without any.
 
         Padding is on the right, where causal attention never sees it.
         """
@@ -282,12 +283,12 @@ class NativeEngine(PolicyEngine):
 
     @property
     def _row_softcap(self) -> bool | None:
-        """True or False where each row of a forward pass can attend alone: with or without the model's soft-capping."""
+        """True if attention computed row by row soft-caps; None if rows of a forward pass cannot attend alone."""
         return self._softcap if self._shares_prefixes and not self.whole_calls else None
 
     @contextmanager
     def _computing_rows(self) -> Iterator[None]:
-        """Compute each row of forward passes as if it were alone."""
+        """Context in which each row of a forward pass is computed as if it were the only one."""
         model = self._model()
         alone = attention_implementation(model, ALONE_ATTENTION) if self._row_softcap is not None else nullcontext()
         with alone, self._invariant_functions():
@@ -297,7 +298,7 @@ class NativeEngine(PolicyEngine):
         return InvariantFunctions() if self.input_device.type == "cpu" else nullcontext()
 
     def _new_cache(self) -> SharedPrefixCache:
-        """Cache whose sequences share their prompts if this model's attention can read it, which is tried once."""
+        """A cache whose sequences share their prompts, if this model's attention can read it (tried once)."""
         model = self._model()
         dtype = compute_dtype(model)
         softcap = self._softcap
@@ -323,11 +324,11 @@ class NativeEngine(PolicyEngine):
         return cache
 
     def _objection_to_sharing(self, dtype: torch.dtype, softcap: bool) -> str | None:
-        """Reason why two sequences do not read a shared prompt as an ordinary forward pass does; None: they do."""
+        """Reason why decoding with a shared prompt differs from an ordinary forward pass; None if it does not."""
         model, device = self._model(), self.input_device
         if not getattr(model, "_supports_attention_backend", False):
             return "its attention is its own implementation"
-        # Rounding is no objection, so no autocast; but weights of two dtypes, as gathered ones have, need it.
+        # Without autocast, so that rounding is small; but weights of two dtypes, as gathered ones have, need it.
         uniform = len({weight.dtype for weight in model.parameters() if weight.is_floating_point()}) == 1
         autocast = torch.autocast(device.type, enabled=False) if uniform else nullcontext()
         with autocast, self._packed.unrounded():
@@ -357,7 +358,7 @@ class NativeEngine(PolicyEngine):
         return [token % self._model().config.get_text_config().vocab_size for token in (2, 3, 5, 7)]
 
     def _new_fused_step(self, softcap: bool) -> FusedStep | None:
-        """Step of few operations, if the model has the parts for one and computes the same, which is tried once."""
+        """A `FusedStep`, if the model is built so that one can be made and computes the same (tried once)."""
         in_float32 = self.input_device.type == "cpu" and compute_dtype(self._model()) == torch.float32
         step = find_fused_step(self._model()) if in_float32 and self._fuses is not False else None
         if step is None or self._fuses:
@@ -404,7 +405,7 @@ class NativeEngine(PolicyEngine):
         return self._run(cache, tokens[:, None], positions[:, None], masks)
 
     def _stop_capturing(self, error: CaptureError) -> None:
-        """Decode without graphs: until the engine sleeps if memory was short, else for the rest of the run."""
+        """Stop using graphs: until the engine sleeps if memory was short, else for the rest of the run."""
         assert self._graph_step is not None, "it has failed"
         self._graph_step.begin(None)
         if not error.out_of_memory:
@@ -415,7 +416,7 @@ class NativeEngine(PolicyEngine):
         )
 
     def _run(self, cache: SharedPrefixCache, tokens: Tensor, positions: Tensor, masks: Any) -> Tensor:
-        """Forward pass over one token per sequence: [S, 1] -> [S, V]; their experts are in `_step_routes`."""
+        """Forward pass over one token per sequence: [S, 1] -> [S, V]; it also sets `_step_routes`."""
         model, shared = self._model(), cache.shares_prompts
         self._step_routes = None
         reading: AbstractContextManager[RouteReading | None] = nullcontext()
@@ -455,7 +456,7 @@ class NativeEngine(PolicyEngine):
 
 
 def routes_of_rows(read: RouteReading | None, lengths: Sequence[int]) -> list[Tensor]:
-    """Experts [t, L, k] of the first tokens of each row of a padded forward pass; of no tokens if none were read."""
+    """Experts [t, L, k] of each row's tokens in a padded forward pass; empty tensors if none were read."""
     if read is None or read.taken is None:
         return [torch.zeros(0, 0, 0, dtype=torch.uint8)] * len(lengths)
     rows = read.taken.unflatten(0, (len(lengths), -1)).cpu()
@@ -463,13 +464,13 @@ def routes_of_rows(read: RouteReading | None, lengths: Sequence[int]) -> list[Te
 
 
 def _computed_before(sequence: SequenceState) -> int:
-    """Tokens at the beginning of the prompt that are computed before the others: a property of the request alone."""
+    """Number of the prompt's first tokens that are computed before the others; it depends on the request only."""
     shared = sequence.request.shared
     return shared if 1 < shared < len(sequence.request.prompt_ids) and not sequence.draft else 0
 
 
 def _batches(items: list[Item], sizes: list[int]) -> Iterator[list[Item]]:
-    """Items in batches of similar sizes, the padded total of each at most `PREFILL_TOKENS` (or one item)."""
+    """Items in batches of similar sizes, with at most `PREFILL_TOKENS` padded tokens each (or one item)."""
     batch: list[Item] = []
     for index in sorted(range(len(items)), key=sizes.__getitem__):
         if batch and (len(batch) + 1) * sizes[index] > PREFILL_TOKENS:

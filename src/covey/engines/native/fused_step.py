@@ -1,8 +1,8 @@
-"""A decoding step of Llama-like models on a CPU, in two thirds of the operations that a model takes.
+"""A decoding step of Llama-like models on a CPU, in two thirds of the operations that the model's own forward takes.
 
-With one token per sequence most of a step's operations are so small that calling them takes longer than computing them,
-and sharing them among threads longer still. Here layers that read one input are one product, and products alone run on
-all threads, those of attention if they are large.
+With one token per sequence, most operations of a step are so small that calling them takes longer than computing them,
+and distributing them over threads takes longer still. Here layers that read the same input are one product; only
+products use all threads, those of attention only if they are large.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from covey.engines.native.invariance import VECTOR, InvariantFunctions, elementw
 from covey.engines.native.packed_weights import PackedPart, PackedProduct
 from covey.engines.native.shared_prefix_cache import SharedPrefixCache
 
-SMALL = 1 << 17  # numbers in hidden states up to which one thread computes: torch would share them among four at most
+SMALL = 1 << 17  # numbers in hidden states up to which one thread computes them: torch would use four at most
 WORTH_SHARING = 1 << 19  # multiplications in attention's products from which all threads compute them
 
 
@@ -28,7 +28,7 @@ class LayerParts:
 
     norm: Any
     mlp_norm: Any
-    head_norms: Sequence[Any]  # of queries and keys; or none
+    head_norms: Sequence[Any]  # norms of queries and keys, or empty
     scaling: float
     activation: Any
     qkv: PackedProduct
@@ -107,10 +107,11 @@ def _normed(norm: Any, x: Tensor) -> Tensor:
 
 
 def find_fused_step(model: Any) -> FusedStep | None:
-    """The step of a model whose linear layers are packed and whose decoder is Llama-like; None for any other.
+    """A `FusedStep` for a model with packed linear layers and a Llama-like decoder; None for any other.
 
-    Parts are found by names and classes of modules. Modules that the step bypasses must have no hooks and no other
-    forward pass. What else a model does, such as scaling its embeddings, has to show in a trial by the caller.
+    Parts are found by names and classes of modules. Modules that the step bypasses must have no hooks and no patched
+    forward. The caller must compare a step with the model's own, because other operations of a model, such as scaling
+    its embeddings, are not recognised here.
     """
     config, decoder, head = model.config.get_text_config(), decoder_of(model), model.get_output_embeddings()
     capped = getattr(config, "attn_logit_softcapping", None) or getattr(config, "final_logit_softcapping", None)
@@ -144,7 +145,7 @@ def _parts_of(layer: Any) -> LayerParts | None:
 
 
 def _product_of(*layers: Any) -> PackedProduct | None:
-    """The packed product of just these layers, if there is one."""
+    """The packed product of exactly these layers; None if there is none."""
     parts = [vars(layer).get("forward") for layer in layers]
     products = [part.product for part in parts if isinstance(part, PackedPart)]
     return products[0] if products and products[0].layers == list(layers) else None

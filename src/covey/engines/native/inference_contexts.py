@@ -1,4 +1,4 @@
-"""Contexts in which a model samples: attention implementation, fused operations, lockstep; engines' common base."""
+"""Contexts in which a model samples (attention implementation, compiled operations, lockstep), and `PolicyEngine`."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -19,8 +19,8 @@ from covey.engines.native.packed_weights import Packed, packed_linears
 def sampling_attention(model: Any) -> str:
     """Attention implementation that supports masks per sequence and all that the model's layers need.
 
-    "sdpa" or "eager" stay. Under any other (a packed layout's, flash attention), the default of transformers: SDPA,
-    unless the model has soft-capping or sinks (Gemma 2, gpt-oss).
+    "sdpa" and "eager" are kept. Any other (a packed layout's, flash attention) is replaced by transformers' default:
+    SDPA, or eager attention for models with soft-capping or sinks (Gemma 2, gpt-oss).
     """
     current = model.config._attn_implementation
     if current in ("sdpa", "eager"):
@@ -30,7 +30,7 @@ def sampling_attention(model: Any) -> str:
 
 @contextmanager
 def attention_implementation(model: Any, name: str) -> Iterator[None]:
-    """Run the model under another attention implementation; layers read its name from the config."""
+    """Context in which the model uses another attention implementation; layers read its name from the config."""
     current = model.config._attn_implementation
     if name == current:
         yield
@@ -44,10 +44,10 @@ def attention_implementation(model: Any, name: str) -> Iterator[None]:
 
 @contextmanager
 def fused_operations(model: nn.Module, dtype: torch.dtype, backend: Any = "inductor") -> Iterator[None]:
-    """Compile the model's norms and rotary embeddings, with results in the `dtype` of matrix products.
+    """Context in which the model's norms and rotary embeddings are compiled, with results in `dtype`.
 
-    Both are a dozen small operations in float32, whose launches cost more than their work when each sequence has one
-    token. The linear layers and the cache that read the results would round them to `dtype` themselves.
+    Each is a dozen small operations in float32, whose launches cost more than their work when each sequence has one
+    token. `dtype` is that of matrix products: the linear layers and the cache round the results to it in any case.
     """
     norms = [x for x in model.modules() if type(x).__name__.endswith("RMSNorm") and "forward" not in vars(x)]
     homes: set[Any] = {sys.modules[type(x).__module__] for x in model.modules()}
@@ -81,7 +81,7 @@ def _rotated(rotary: Callable[..., Any], dtype: torch.dtype, *inputs: Any, **kwa
 
 @dataclass(eq=False)
 class PolicyEngine:
-    """Base of the engines that sample from the policy itself, in the trainer's process: they share its memory."""
+    """Base of engines that sample from the policy itself, in the trainer's process, and share its memory."""
 
     model: InitVar[Callable[[], Any]]  # the unwrapped model to sample from
     _: KW_ONLY
@@ -89,7 +89,7 @@ class PolicyEngine:
     max_sequences: int = 64  # most completions decoded at once
     max_context: int | None = None  # most tokens of prompt and completion together
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext  # mixed precision, gathered weights
-    device: torch.device | None = None  # of the model's inputs; None: that of its weights
+    device: torch.device | None = None  # of the model's inputs; None: the device of its weights
     tokenizer: Any = None  # reads texts among the settings of requests, such as `stop`
     dtype: str | None = (
         None  # weights and inputs of linear layers are rounded to it (`number_formats`); None: they are not
@@ -135,11 +135,11 @@ class PolicyEngine:
 
 @contextmanager
 def lockstep(policy: Callable[[], Any], any_busy: Callable[[bool], bool], device: torch.device) -> Iterator[None]:
-    """Context with equal numbers of forward passes in all processes that share one sharded model.
+    """Context in which all processes that share one sharded model run equally many forward passes.
 
-    A forward pass over sharded weights is collective, but processes sample completions of different lengths: before
-    each pass a process announces it (`any_busy`, collective: from "this process has a pass to run" to "any has"), and a
-    process that is done runs idle passes while any other is not. `FullCopy` is faster where a full copy fits.
+    A forward pass over sharded weights is collective, but processes sample completions of different lengths. Before
+    each pass, all processes exchange whether any still has one to run (`any_busy`, collective: True in any -> True in
+    all), and a process that is done runs idle passes until none has. `FullCopy` is faster where a full copy fits.
     """
     model = policy()
 

@@ -1,11 +1,11 @@
 """Products and functions on a CPU that give a row the same bits, whatever other rows are computed with it.
 
-Libraries choose a kernel by the number of rows, and threads cut the rows at some place: on many processors a row of a
-float32 product has other last bits among one to three rows than among four, and among five rows of two threads the
-last one differs. What a processor does is measured with copies of one row, once per process, kernel, shape, dtype and
-number of threads, when a number of rows is first needed. Rows are then filled up to the next number at which they have
-the bits that they have among `REFERENCES[0]`, or are cut into such pieces. Nothing here has to know a library's rules,
-and a number that is found to be unsuitable costs time, never exactness.
+Libraries choose a kernel by the number of rows, and threads divide the rows: on many processors a row of a float32
+product has other last bits in a product of one to three rows than in one of four, and with two threads the last of five
+rows differs from the others. Therefore row counts are tested with copies of one row, once per process, kernel, shape,
+dtype and number of threads, when a count is first needed. Rows are then padded to the next count that gives the bits of
+the reference (`REFERENCES`), or divided into pieces of such counts. Nothing here knows a library's rules; a count that
+fails the test costs time, never exactness.
 """
 
 from collections.abc import Callable, Hashable, Iterable
@@ -16,23 +16,23 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-REFERENCES = (64, 16, 4, 1)  # row counts that others are compared with: the first at which all places are equal
+REFERENCES = (64, 16, 4, 1)  # row counts to compare others with: the first at which equal rows get equal bits
 LARGEST = 256  # most rows of one product: larger numbers would be measured for every length of a prompt
 STRIDE = 4  # above the reference, row counts are multiples of it
-CHUNK = 256  # columns that attention's products add up at once, at most: libraries cut longer sums where they like
-COLUMNS = 16  # columns of attention are multiples of it, so that a token stays in its place within a vector
-VECTOR = 64  # numbers that elementwise functions compute at once, at most; those left over take another function
-GRAIN = 32768  # elementwise functions are shared among threads from so many numbers on
-FEWEST_NUMBERS = 8  # other than 0 in a row from which equal bits say something about the kernel
-ALIGNMENT = 64  # bytes, of the tensors that PyTorch allocates: products read others with other kernels
+CHUNK = 256  # most columns that attention's products add up at once: how libraries divide longer sums is not known
+COLUMNS = 16  # columns of attention are multiples of this, so that a token keeps its place within a vector register
+VECTOR = 64  # most numbers that elementwise functions compute at once; a remainder is computed by another function
+GRAIN = 32768  # numbers from which on elementwise functions are divided among threads
+FEWEST_NUMBERS = 8  # nonzero numbers that a row must have for equal bits to prove anything about the kernel
+ALIGNMENT = 64  # bytes; PyTorch allocates tensors at multiples of this, and products use other kernels for others
 
-Piece = tuple[int, int]  # rows, and how many are computed for them
+Piece = tuple[int, int]  # number of rows, and the row count of the product that computes them
 
 
 class RowCounts:
-    """Row counts at which a kernel gives a row, at every place, the bits of a reference; measured as they are needed.
+    """Row counts at which a kernel gives a row at every index the bits of the reference; tested as they are needed.
 
-    Kernels of one name and shape share them: what is kept is what was found, not what it was found with.
+    Kernels of one name and shape share the results, whichever of them was tested.
     """
 
     def __init__(self, row: Tensor, kernel: Callable[[Tensor], Tensor]):
@@ -42,7 +42,7 @@ class RowCounts:
             rows = self._of_copies(self.reference, kernel)
             if bool((rows == rows[:1]).all()):
                 break
-        # zeros, as of a new adapter, say nothing about another kernel of this shape
+        # products with zeros, as of a new adapter, prove nothing about other weights of this shape
         self.informative = int((kernel(row) != 0).sum()) >= min(FEWEST_NUMBERS, rows[0].numel())
         self._hold: dict[int, bool] = {self.reference: True}
         self._pieces: dict[int, tuple[Piece, ...]] = {}
@@ -51,14 +51,14 @@ class RowCounts:
         return bits(kernel(self._row.repeat(count, *[1] * (self._row.dim() - 1))))
 
     def hold(self, count: int, kernel: Callable[[Tensor], Tensor]) -> bool:
-        """True if a row has the reference's bits at every place among so many rows."""
+        """True if a row has the reference's bits at every index of a product of `count` rows."""
         if count not in self._hold:
             expected = self._of_copies(self.reference, kernel)[:1]
             self._hold[count] = bool((self._of_copies(count, kernel) == expected).all())
         return self._hold[count]
 
     def pieces(self, rows: int, kernel: Callable[[Tensor], Tensor]) -> tuple[Piece, ...]:
-        """Pieces that so many rows are computed in: ((3, 4),) of 3 where four hold, ((256, 256), (44, 44)) of 300."""
+        """Pieces for `rows` rows: 3 as ((3, 4),) if a count of 4 is suitable, 300 as ((256, 256), (44, 44))."""
         if rows not in self._pieces:
             self._pieces[rows] = tuple(self._cut(rows, kernel))
         return self._pieces[rows]
@@ -89,12 +89,12 @@ class RowCounts:
 
 
 def bits(x: Tensor) -> Tensor:
-    """Integers of the same bits: a NaN equals itself, and 0 is not -0."""
+    """Integers with the same bits, for comparison: a NaN equals itself, and 0 differs from -0."""
     return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize])
 
 
 def aligned(x: Tensor) -> Tensor:
-    """The tensor, contiguous and at an address like that of any tensor that PyTorch allocates."""
+    """The tensor, contiguous and aligned as PyTorch's own allocations are."""
     x = x.contiguous()
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
 
@@ -133,7 +133,7 @@ def row_counts(name: Hashable, kernel: Callable[[Tensor], Tensor], width: int, d
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias of [..., in] and [out, in], each row as in any other batch."""
+    """x @ weight.T + bias of [..., in] and [out, in], where each row has the same bits in any batch."""
     if x.device.type != "cpu" or weight.dim() != 2 or not x.numel():
         return nn.functional.linear(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1])
@@ -145,7 +145,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 class AttentionShape(NamedTuple):
     """Shape of a layer's attention."""
 
-    queries: int  # heads that share keys and values
+    queries: int  # query heads per key/value head
     kv_heads: int
     dim: int
     value_dim: int
@@ -154,7 +154,8 @@ class AttentionShape(NamedTuple):
 class AttentionSizes:
     """Sizes of a decoding step's attention products at which a query has the bits of a reference, on a CPU.
 
-    The reference has `CHUNK` columns and one thread. Columns beyond a sequence's last are hidden: their weights are 0.
+    The reference has `CHUNK` columns and one thread. Columns after a sequence's last token are masked: their weight is
+    0.
     """
 
     def __init__(self, shapes: Iterable[AttentionShape], dtype: torch.dtype):
@@ -163,7 +164,7 @@ class AttentionSizes:
         self._chosen: dict[tuple[int, ...], Any] = {}
 
     def columns(self, longest: int, sequences: int) -> int:
-        """Columns to compute for so many sequences' own tokens, of which the longest has `longest`."""
+        """Columns to compute for the own tokens of `sequences` sequences, of which the longest has `longest`."""
 
         def hold(columns: int) -> bool:
             return all(
@@ -178,7 +179,7 @@ class AttentionSizes:
         return whole * CHUNK + int(self._chosen[key])
 
     def prompts(self, longest: int, slots: int, groups: int) -> tuple[int, int]:
-        """Columns and slots to compute for the prompts of so many groups, of at least `slots` sequences each."""
+        """Columns and slots to compute for the prompts of `groups` groups, of at least `slots` sequences each."""
         whole, rest = divmod(longest, CHUNK)
         key = (rest, min(whole, 1), slots, groups, torch.get_num_threads())
         if key not in self._chosen:
@@ -204,9 +205,9 @@ class AttentionSizes:
 def _hold(
     shape: AttentionShape, alike: int | None, columns: int, batch: int, dtype: torch.dtype, rows: int | None = None
 ) -> bool:
-    """True if every one of `rows` queries of `batch` products has its reference's bits with so many columns.
+    """True if each of `rows` queries of `batch` products has the bits of the reference with `columns` columns.
 
-    `alike`: rows of the reference; None: the first of `REFERENCES` at which all rows are equal.
+    `alike`: rows of the reference; None: the first of `REFERENCES` at which equal rows get equal bits.
     """
     threads, rows = torch.get_num_threads(), rows or shape.queries
     if batch > 8 * threads:  # how threads share products depends on what is left over
@@ -258,10 +259,10 @@ def _attended(
 
 
 def elementwise(function: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """function(x) of a function of single numbers, each computed as at any other place.
+    """function(x) of an elementwise function, where a number has the same bits at any index.
 
-    Vectors are computed by one function, the numbers left over at the end of a thread's share by another, which rounds
-    otherwise. With enough numbers none are left over.
+    Libraries compute vectors of numbers by one function, and the remainder at the end of a thread's share by another,
+    which rounds differently. x is padded so that there is no remainder.
     """
     if x.device.type != "cpu" or not x.is_floating_point() or not x.numel() or kwargs.get("inplace"):
         return function(x, *args, **kwargs)
@@ -281,7 +282,7 @@ def _missing(count: int) -> int:
 
 
 class InvariantFunctions(TorchFunctionMode):
-    """Compute the products and elementwise functions that a model calls as `linear` and `elementwise` do."""
+    """Context in which the products and elementwise functions that a model calls are those of this module."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         replaced = _REPLACED.get(func)
@@ -294,13 +295,13 @@ def _matmul(a: Any, b: Any, *rest: Any, function: Callable[..., Any] = torch.mat
         return function(a, b, *rest, **kwargs)
     if b.dim() == 2 and a.dim() > 1:
         return linear(a, b.t())
-    if a.dim() < 3 or b.dim() < 3 or a.shape[-1] == 1:  # of products without a sum there is one kind
+    if a.dim() < 3 or b.dim() < 3 or a.shape[-1] == 1:  # without a sum, every kernel gives the same bits
         return function(a, b)
     return _batched(a, b)
 
 
 def _batched(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of [..., m, k] and [..., k, n], each product as among any number of others."""
+    """a @ b of [..., m, k] and [..., k, n], where a product has the same bits in any batch."""
     lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     (m, k), n, count, transposed = a.shape[-2:], b.shape[-1], lead.numel(), b.stride(-2) == 1
 
@@ -320,7 +321,7 @@ def _addmm(bias: Tensor, a: Tensor, b: Tensor, *rest: Any, function: Any = torch
 
 
 def _grouped_mm(x: Tensor, weights: Tensor, *rest: Any, offs: Tensor | None = None, **kwargs: Any) -> Tensor:
-    """Products of experts: rows up to each of `offs` with one of weights [experts, in, out]."""
+    """Products of experts: rows offs[e - 1] to offs[e] times weights[e], of [experts, in, out]."""
     given = rest or any(value is not None for value in kwargs.values())
     if given or offs is None or x.dim() != 2 or weights.dim() != 3 or x.device.type != "cpu":
         return nn.functional.grouped_mm(x, weights, *rest, offs=offs, **kwargs)

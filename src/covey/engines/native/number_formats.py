@@ -1,8 +1,8 @@
 """Number formats of decoding: weights and inputs of linear layers in fewer bits, and products of them.
 
-A weight matrix is rounded by rows, one scale for each output; an input is rounded by rows too, one scale for each
-token. So a token's product depends on no other token. To add a format, add a row to `FORMATS`; to add a faster product
-of a format, a class like `Int8Onednn` to `FAST`.
+Weights are rounded with one scale per row of the matrix, that is per output; inputs are rounded with one scale per
+token, so that a token's product depends on no other token. To add a format, add a row to `FORMATS`; to add a faster
+product of a format, add a class like `Int8Onednn` to `FAST`.
 """
 
 from collections.abc import Callable
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from covey.engines.native.invariance import RowCounts, row_counts
 from covey.runtime.processor import cpu_multiplies_bf16, cpu_multiplies_int8, onednn_is_faster
 
-PACKED_ROWS = 64  # row count that weights are packed for; products with other counts are as exact
-FEWEST_ROWS = 4  # of oneDNN's products with AVX-512: of one to three rows they take longer than of four
-INT_MM_ROWS = 32  # least rows of torch's integer product on a GPU, which refuses 16 and fewer
-MULTIPLE = 16  # numbers of a weight's rows and columns that products of 8 bits on a GPU take
+PACKED_ROWS = 64  # row count that weights are packed for; products with other counts give equal results
+FEWEST_ROWS = 4  # rows of oneDNN's products with AVX-512, at least: one to three rows take longer than four
+INT_MM_ROWS = 32  # rows of torch's integer product on a GPU, at least: it refuses 16 and fewer
+MULTIPLE = 16  # 8-bit products on a GPU need weights whose rows and columns are multiples of this
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Format:
     def rounded(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Rows of x [n, k] in this format, and the scales [n, 1] float32 to multiply them with, or None.
 
-        A row of zeros has a scale of no matter; one that holds NaN or infinity becomes NaN by its scale.
+        The scale of a row of zeros is arbitrary; a row with NaN or infinity has the scale NaN.
 
         Example:
             >>> values, scales = FORMATS["int8"].rounded(torch.tensor([[1.27, -0.634, 0.0]]))
@@ -57,7 +57,7 @@ float8 by at most 1/16 of itself, of bfloat16 by 1/256."""
 
 
 class Kernel(Protocol):
-    """A product with a packed copy of weights: x [n, in] -> [n, out]."""
+    """Product with a packed copy of weights: x [n, in] -> [n, out]."""
 
     name: str  # kernels of one name and shape compute in one way
 
@@ -77,7 +77,7 @@ class MklKernel:
         self._bias, self._shape = bias, weight.shape
 
     def __call__(self, x: Tensor) -> Tensor:
-        # Of the third argument the operator reads the shape alone while the last one equals the rows of x.
+        # If the last argument equals the rows of x, the operator reads only the shape of the third argument.
         shape = x.new_empty(1, 1).expand(self._shape)
         product: Tensor = torch.ops.mkl._mkl_linear(x, self._packed, shape, self._bias, x.shape[0])
         return product
@@ -113,10 +113,10 @@ class PlainKernel:
 
 
 class RowInvariant:
-    """A kernel that on a CPU gives a row the same bits among any others, by measured row counts (`invariance`).
+    """A kernel that on a CPU gives a row the same bits in any batch, by tested row counts (`invariance`).
 
-    It has to see inputs of full precision when it is measured: sums of rounded numbers are often exact in any order,
-    which says nothing about other rows.
+    The test needs inputs of full precision: sums of rounded numbers are often exact in any order, so equal bits would
+    prove nothing about other inputs.
     """
 
     def __init__(self, kernel: Kernel, weight: Tensor, bias: Tensor | None):
@@ -131,7 +131,7 @@ class RowInvariant:
         return counts.apply(self.kernel, x)
 
     def _count_rows(self, dtype: torch.dtype) -> RowCounts:
-        """Row counts of this kernel, which are kept once they say something."""
+        """Row counts of this kernel, kept once the test was conclusive (`FEWEST_NUMBERS`)."""
         counts = row_counts(self._key, self.kernel, self._inputs, dtype)
         if counts.informative:
             self._counts[torch.get_num_threads()] = counts
@@ -153,12 +153,12 @@ class Product(Protocol):
 
 
 def _scaled(y: Tensor, columns: Tensor | None, rows: Tensor | None) -> Tensor:
-    """y [n, out] float32 times scales [1, out] and [n, 1], one after the other, so that every place rounds alike."""
+    """y [n, out] float32 times scales [1, out], then times scales [n, 1]: a fixed order of rounding at every entry."""
     return y if columns is None or rows is None else y.mul_(columns).mul_(rows)
 
 
 class FloatProduct:
-    """Any format: its values as ordinary numbers. On a CPU in float32, on a GPU in bfloat16, which hold all of them."""
+    """Product of any format; values are held exactly, as float32 on a CPU and as bfloat16 on a GPU."""
 
     name = "as numbers"
 
@@ -188,7 +188,7 @@ class Bfloat16Onednn:
 
 
 class Int8Onednn:
-    """int8 on a CPU with AMX or VNNI: sums of whole numbers, so exact whatever their order."""
+    """int8 on a CPU with AMX or VNNI: sums of integers, exact in any order."""
 
     name = "int8 of onednn"
 
@@ -198,13 +198,13 @@ class Int8Onednn:
         self._zeros = torch.zeros(len(weight), dtype=torch.int64)
 
     def __call__(self, values: Tensor, scales: Tensor | None) -> Tensor:
-        given = values, 1.0, 0, self._packed, self._scales, self._zeros, None  # it takes no scales of rows
+        given = values, 1.0, 0, self._packed, self._scales, self._zeros, None  # the operator has no scales per token
         y: Tensor = torch.ops.onednn.qlinear_pointwise(*given, 1.0, 0, torch.float32, "none", [], "")
         return y if scales is None else y.mul_(scales)
 
 
 class Bfloat16Gpu:
-    """bfloat16 on a GPU that multiplies it."""
+    """bfloat16 on a GPU with hardware for it."""
 
     name = "bfloat16 of the GPU"
 
@@ -217,7 +217,7 @@ class Bfloat16Gpu:
 
 
 class Int8Gpu:
-    """int8 on a GPU: sums of whole numbers, so exact whatever their order."""
+    """int8 on a GPU: sums of integers, exact in any order."""
 
     name = "int8 of the GPU"
 
@@ -254,23 +254,23 @@ FAST: dict[tuple[str, str], tuple[Callable[[], bool], type[Product]]] = {
     ("cuda", "int8"): (lambda: _capability() >= (7, 5), Int8Gpu),
     ("cuda", "float8"): (lambda: _capability() >= (8, 9), Float8Gpu),
 }
-"""Products that are faster than those of float32, by kind of device and format, with the hardware that they need."""
+"""By device and format: a test of the hardware, and a product that is faster than that of float32 on it."""
 
 
 def _capability() -> tuple[int, int]:
-    """Of this machine's GPU; (0, 0) without one."""
+    """Compute capability of this machine's GPU; (0, 0) without one."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 
 
 def fast_product(device: str, name: str) -> type[Product] | None:
-    """The class of products of a format that this machine is faster with; None where there is none, or it is wrong."""
+    """The class of a format's faster product on this machine; None if there is none, or its results are wrong."""
     suits, kind = FAST.get((device, name), (None, None))
     return kind if suits is not None and kind is not None and suits() and _is_right(kind, device, name) else None
 
 
 @cache
 def _is_right(kind: type[Product], device: str, name: str) -> bool:
-    """True if products of rounded numbers, with the largest among them, are those of float64 up to their rounding."""
+    """True if products of rounded numbers, among them the largest possible ones, agree with float64 up to rounding."""
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(rows, 256, generator=generator) for rows in (5, 64))
     x[0], weight[0] = 1.0, -1.0  # the largest sums

@@ -29,11 +29,11 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names of a
 class Packed:
     """The packed layers of a model, within `packed_linears`."""
 
-    rounds: bool = True  # False: products of rounded layers are those of their weights
+    rounds: bool = True  # False: rounded layers multiply with their exact weights
 
     @contextmanager
     def unrounded(self) -> Iterator[None]:
-        """Multiply with the weights as they are within the context, to compare two ways of computing the same."""
+        """Context in which rounded layers multiply with their exact weights, for comparisons of two implementations."""
         before, self.rounds = self.rounds, False
         try:
             yield
@@ -43,13 +43,13 @@ class Packed:
 
 @contextmanager
 def packed_linears(model: nn.Module, dtype: str | None = None) -> Iterator[Packed]:
-    """Multiply the model's plain `nn.Linear`s with packed copies of their weights.
+    """Context in which the model's plain `nn.Linear`s multiply with packed copies of their weights.
 
-    Without a `dtype`, those in float32 on a CPU, by MKL or oneDNN: the same product, 1.1 to 2 times as fast for 4 to 64
-    rows. With one ("bfloat16", "int8" or "float8"), weights and inputs are rounded to that format (`number_formats`),
-    on any device; embeddings, adapters and routers of experts are not. On a CPU a row has the same bits among any
-    others (`invariance`). The copies take memory, and the weights must not change within the context. Quantised
-    weights and patched modules are left alone.
+    Without a `dtype`, layers in float32 on a CPU use MKL or oneDNN: the same product, 1.1 to 2 times as fast for 4 to
+    64 rows. With a `dtype` ("bfloat16", "int8" or "float8"), weights and inputs are rounded to that format
+    (`number_formats`) on any device, except embeddings, adapters and routers of experts. On a CPU a row has the same
+    bits in any batch (`invariance`). The copies take memory, and the weights must not change within the context.
+    Quantised weights and patched modules are not packed.
     """
     packed, groups = Packed(), list[list[Any]]()
     try:
@@ -76,7 +76,7 @@ def _patch(groups: Sequence[Sequence[Any]], make: MakeKernel, packed: Packed | N
 
 
 def _groups(model: nn.Module, layers: Sequence[Any]) -> list[list[Any]]:
-    """These layers, those that read one input together; each once, though modules may share it."""
+    """The layers, with those that read one input joined; a layer that modules share occurs once."""
     wanted, groups = set(layers), list[list[Any]]()
     for parent in model.modules():
         for names in JOINED:
@@ -104,14 +104,14 @@ def _is_roundable(weight: Any) -> bool:
 
 
 def adapter_modules(model: nn.Module) -> set[nn.Module]:
-    """Modules of a PEFT model's adapters, without the layers that they adapt."""
+    """Modules that belong to a PEFT model's adapters; the adapted layers themselves are not among them."""
     tuners: list[Any] = [module for module in model.modules() if hasattr(module, "adapter_layer_names")]
     parts: list[Any] = [getattr(tuner, name, None) for tuner in tuners for name in tuner.adapter_layer_names]
     return {module for part in parts if isinstance(part, nn.Module) for module in part.modules()}
 
 
 def roundable(model: nn.Module) -> list[Any]:
-    """Linear layers of decoder and head whose weights may be rounded, on a CPU or CUDA GPU: no adapters or routers."""
+    """Linear layers of decoder and head whose weights may be rounded: on a CPU or CUDA GPU, no adapters or routers."""
     adapters = adapter_modules(model)
     config: Any = getattr(without_adapter(model), "config", None)
     text = config.get_text_config() if config is not None else None
@@ -130,15 +130,15 @@ def roundable(model: nn.Module) -> list[Any]:
 
 @dataclass(eq=False)
 class PackedProduct:
-    """x @ W.T + b of layers that read one input, [..., in] -> [..., sum of out]; packed on the first call."""
+    """x @ W.T + b of all layers that read one input: [..., in] -> [..., sum of out]; packed on the first call."""
 
     layers: Sequence[Any]
     make: MakeKernel
-    packed: Packed | None = None  # says whether weights are rounded; None: `make` does not round
+    packed: Packed | None = None  # its `rounds` says whether to round; None: `make` does not round
     _kernel: Kernel | None = None
     _width: int = 0  # sum of the layers' outputs
     _read: Tensor | None = None  # input of `_parts`
-    _parts: dict[int, Tensor] = field(default_factory=dict)  # products of single layers that nobody has asked for yet
+    _parts: dict[int, Tensor] = field(default_factory=dict)  # products of layers that have not been called yet
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.packed is not None and not self.packed.rounds:
@@ -162,7 +162,7 @@ class PackedProduct:
         return [len(layer.weight) for layer in self.layers]
 
     def part(self, index: int, x: Tensor) -> Tensor:
-        """Product with one of the layers; the others' are kept until they are asked for with the same input."""
+        """Product with one of the layers; the other layers' products are kept for calls with the same input."""
         if x is not self._read or index not in self._parts:
             self._read = x
             self._parts = dict(enumerate(self(x).split(self._widths(), dim=-1)))
@@ -171,7 +171,7 @@ class PackedProduct:
 
 @dataclass(frozen=True)
 class PackedPart:
-    """Forward of a layer whose weights are packed."""
+    """Replacement for the forward of a layer whose weights are packed."""
 
     product: PackedProduct
     index: int

@@ -14,13 +14,13 @@ from transformers import Cache
 from covey.engines.native.prefill import KeysAndValues, additive_masks, keys_and_values
 from covey.engines.native.shared_prefix_cache import SharedPrefixCache
 
-BLOCK = 512  # on a CPU columns are multiples of it, as many as its flash attention reads at once
+BLOCK = 512  # on a CPU the number of columns is a multiple of this, which flash attention reads at once
 
 
 class PerSequenceCache(SharedPrefixCache):
     """Keys and values of the sequences being decoded, `[sequences, heads, capacity, head_dim]` per layer.
 
-    Handles of groups are valid until the next are added.
+    Handles of groups are valid until further groups are added.
     """
 
     shares_prompts = False

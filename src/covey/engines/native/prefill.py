@@ -1,7 +1,8 @@
-"""Parallel forward passes before decoding: computed prompts, tokens that continue them, and the masks of both.
+"""Parallel forward passes before decoding: prompts, tokens that continue computed prompts, and the masks of both.
 
-Rows of a forward pass are padded to one length, but each attends in its own shape (`attention_alone`), because kernels
-of attention cut queries and keys by their number: so neither the padding nor the other rows change a row's bits.
+Rows of a forward pass are padded to one length, but each row attends in its own shape (`attention_alone`), because
+attention kernels divide queries and keys depending on their number. So neither padding nor other rows change a row's
+bits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,7 @@ from covey.engines.native.sampling import (
     uniforms,
 )
 
-ALONE_ATTENTION = "covey_alone"  # attention implementation of prompts and of what continues them
+ALONE_ATTENTION = "covey_alone"  # attention implementation for prompts and for tokens that continue them
 MOST_LOGITS = 1 << 24  # most logits that exist at once
 STORED_TOKENS = 1 << 14  # most prompt tokens in a `PrefixStore`
 
@@ -44,9 +45,16 @@ def additive_masks(
 ) -> Tensor | dict[str, Tensor]:
     """Causal masks, within the sliding window in layers that have one, of tokens stored in any order.
 
-    From the [S, width] position of each stored token, False in `exists` where nothing is stored, and [S] or [S, T]
-    positions of queries: [S, 1, T, width], 0 where visible and the dtype's minimum elsewhere; a dict of them by layer
-    type for models that mix types.
+    Args:
+        token_positions: position of each stored token, [S, width].
+        exists: [S, width] bool, False where nothing is stored.
+        query_positions: positions of the queries, [S] or [S, T].
+        config: of the model, which has the sliding window and the types of layers.
+        dtype: of the masks.
+
+    Returns:
+        [S, 1, T, width], 0 where visible and the dtype's minimum elsewhere; for models that mix layer types, a
+        dictionary of masks by layer type.
     """
     if query_positions.dim() == 1:
         query_positions = query_positions[:, None]
@@ -68,7 +76,7 @@ def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Rows:
-    """Tokens of each row of a padded forward pass: those of its computed prompt, and those to compute."""
+    """For each row of a padded forward pass, the tokens of its computed prompt and the tokens to compute."""
 
     before: Sequence[int]
     new: Sequence[int]
@@ -88,9 +96,10 @@ def attention_alone(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of each row in its own shape: queries [B, heads, T, D], keys and values of padded prompts and T tokens.
+    """Attention of each row in its own shape, with the signature of transformers' attention functions.
 
-    The signature is that of transformers' attention functions; without `rows` it is plain SDPA.
+    Queries [B, heads, T, D]; keys and values of the padded prompts followed by the T tokens. Without `rows` it is plain
+    SDPA.
     """
     if rows is None:
         return sdpa_attention_forward(
@@ -120,7 +129,7 @@ def attention_alone(
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Attention with soft-capping or sinks, by separate operations: [1, heads, T, D] -> [1, T, heads, D]."""
+    """Attention of one row with soft-capping or sinks, with explicit scores: [1, heads, T, D] -> [1, T, heads, D]."""
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     scores = query @ key.transpose(2, 3) * scaling
     if softcap:
@@ -137,7 +146,7 @@ AttentionMaskInterface.register(ALONE_ATTENTION, sdpa_mask)
 
 
 class ContinuationCache(Cache):
-    """Keys and values of tokens that continue computed prompts; they attend to their prompt and to one another.
+    """Keys and values of tokens that continue computed prompts, and attend to their prompt and to each other.
 
     `owners` [S] are the indices of the prompts that the sequences continue.
     """
@@ -155,7 +164,7 @@ class ContinuationCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store the new tokens' keys and values; returns them behind their prompts'."""
+        """Store the new tokens' keys and values; returns those of the prompts, followed by the new ones."""
         self.own.append((key_states, value_states))
         if not self._prompts:
             return key_states, value_states
@@ -174,12 +183,14 @@ def continue_prompts(
     tokens: list[list[int]],
     softcap: bool | None = None,
 ) -> tuple[Tensor, ContinuationCache]:
-    """Compute all positions that predict `tokens`, given after computed prompts, in one forward pass.
+    """Compute, in one forward pass, all positions that predict `tokens`, which follow computed prompts.
 
     `prefilled` holds the prompts without their last tokens, right-padded; sequence i continues the prompt `owners[i]`
-    with at least one token. `softcap` is that of `Rows`; None: the model attends with its own attention. Returns hidden
-    states [sum of lengths, H] in order of sequences, state i of a sequence
-    predicting its token i, and a cache of each sequence's last prompt token and its tokens but the last.
+    with at least one token. `softcap` as in `Rows`; None: the model uses its own attention.
+
+    Returns:
+        Hidden states [sum of lengths, H] in the order of the sequences, where state i of a sequence predicts its token
+        i; and a cache with the last prompt token and all tokens but the last of each sequence.
     """
     device = next(model.parameters()).device
     inputs = [[prompts[owner][-1], *continuation[:-1]] for owner, continuation in zip(owners, tokens, strict=True)]
@@ -203,7 +214,7 @@ def continue_prompts(
 
 
 def logit_tiles(model: Any, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Logits of hidden states [N, H], with the model's scale and soft-capping, a few at a time: (slice, [n, V])."""
+    """Logits of hidden states [N, H], with the model's scale and soft-capping, in parts: pairs (slice, [n, V])."""
     head, config = model.get_output_embeddings(), model.config.get_text_config()
     scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
     cap = getattr(config, "final_logit_softcapping", None)
@@ -224,14 +235,14 @@ def verify_drafts(
 ) -> tuple[ContinuationCache, list[int]]:
     """Append to each sequence the tokens of its draft that the policy would have sampled, and the token after them.
 
-    Exact acceptance runs, at every position of a draft, the race that sampling would have run there, with the same
-    random numbers (`uniforms`). While the winner is the draft's token the draft is accepted; the first other winner is
-    the token that sampling would have given. The completion is therefore the one its seed gives without a draft:
-    drafter-invariant speculative decoding (Daliri, Musco and Suresh, arXiv 2408.07978). Races of two similar policies
-    mostly have the same winner, so most of an earlier policy's completion is accepted. Lenient acceptance accepts token
-    i with probability min(1, l p_now / p_then) (SPEC-RL, arXiv 2509.23232).
+    Exact acceptance samples at every position of a draft with the random numbers that sampling would use there
+    (`uniforms`, see `sample_tokens`). As long as the sampled token is the draft's, it is accepted; the first other one
+    is the token that sampling would have given, and ends the draft. The completion is therefore the one that its seed
+    gives without a draft: drafter-invariant speculative decoding (Daliri, Musco and Suresh, arXiv 2408.07978). Similar
+    policies mostly sample the same token from the same random numbers, so most of an earlier policy's completion is
+    accepted. Lenient acceptance accepts token i with probability min(1, l p_now / p_then) (SPEC-RL, arXiv 2509.23232).
 
-    Sequences have a draft, nothing sampled yet and equal settings; other arguments are those of `continue_prompts`.
+    All sequences must have a draft, no sampled tokens and equal settings; other arguments as in `continue_prompts`.
     Returns the cache of the forward pass, and how many of its tokens belong to each sequence: one per appended token.
     """
     drafts = [sequence.draft for sequence in sequences]
@@ -277,7 +288,7 @@ def _accept_leniently(
 
 
 class PrefixStore:
-    """Computed prompts that later turns begin with, until the engine sleeps; the least recently used are removed."""
+    """Store of computed prompts that later turns begin with; the least recently used are removed first."""
 
     def __init__(self, most_tokens: int = STORED_TOKENS):
         self.most_tokens = most_tokens
@@ -288,7 +299,7 @@ class PrefixStore:
         return prompt in self.layers and (prompt in self.routes or not with_routes)
 
     def add(self, prompt: tuple[int, ...], prefilled: Cache | None, index: int, routes: Tensor | None = None) -> None:
-        """Copy keys and values of `prompt`, number `index` of those computed, without its last token."""
+        """Copy keys and values of `prompt`, row `index` of a computed batch, without its last token."""
         if prefilled is None or len(prompt) < 2:
             return
         if routes is not None:
@@ -301,7 +312,7 @@ class PrefixStore:
         ]
 
     def trim(self) -> None:
-        """Keep the most recently used prompts, of `most_tokens` together."""
+        """Keep the most recently used prompts, up to `most_tokens` tokens together."""
         left = self.most_tokens
         for prompt in reversed(list(self.layers)):
             if len(prompt) <= left:

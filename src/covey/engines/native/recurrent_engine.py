@@ -1,10 +1,10 @@
-"""Engine that samples prompt by prompt: linear attention, state spaces, hybrids, ALiBi, images.
+"""Engine that samples one prompt at a time: for linear attention, state spaces, hybrids, ALiBi and images.
 
-A recurrent state cannot be masked, padded or shared in part, ALiBi's biases (BLOOM) are computed from the mask of a
-whole sequence, and only the model knows the positions of images, so prompts of different lengths do not mix: each
-prompt is computed once, with its images, its state copied for every completion, and its completions are decoded
-together; finished ones leave. Drafts are ignored, because a state cannot be rolled back. The engine shares the
-policy's memory. See also `engine`, the default.
+Prompts of different lengths cannot be in one batch here: a recurrent state cannot be masked, padded or shared in part,
+ALiBi's biases (BLOOM) are computed from the mask of a whole sequence, and only the model can compute the positions of
+images. So each prompt is computed once, with its images; its state is copied for every completion, and its completions
+are decoded together until they are finished. Drafts are ignored, because a state cannot be rolled back. The engine
+shares the policy's memory. See also `engine`, the default.
 """
 
 import asyncio
@@ -25,11 +25,11 @@ from covey.engines.native.invariance import InvariantFunctions
 from covey.engines.native.sampling import Batch, SequenceState, sequences_of
 
 MASKABLE_LAYERS = {"full_attention", "sliding_attention"}
-"""Layer types without a state, for which a mask of distances suffices (not so for chunked attention)."""
+"""Layer types without a state that need only a mask by distance between tokens (unlike chunked attention)."""
 
 
 def needs_recurrent_engine(model: Any) -> bool:
-    """True when sequences cannot be masked one by one: the model has a state, or reads the mask of whole sequences."""
+    """True if sequences cannot be masked individually: the model has a state, or reads the mask of whole sequences."""
     config = model.config.get_text_config()
     layer_types = getattr(config, "layer_types", None) or ()
     biased = getattr(config, "alibi", False) or config.model_type == "bloom"
@@ -38,9 +38,9 @@ def needs_recurrent_engine(model: Any) -> bool:
 
 @dataclass(eq=False, kw_only=True)
 class RecurrentEngine(PolicyEngine):
-    """Samples from a transformers causal language model with its own cache, prompt by prompt."""
+    """Samples from a transformers causal language model with the model's own cache, one prompt at a time."""
 
-    filler_id: int = 0  # any token that is no image placeholder
+    filler_id: int = 0  # any token that is not an image placeholder
 
     async def generate(self, request: SampleRequest) -> list[Completion]:
         """Sample `request.n` completions of one prompt; drafts are ignored, which changes no sample."""
@@ -74,7 +74,7 @@ class RecurrentEngine(PolicyEngine):
             batch.sample(logits, routes)
 
     def _prefill(self, request: SampleRequest, device: torch.device) -> tuple[Tensor, Any, Tensor | None]:
-        """Forward pass over a prompt and its images: logits of its last position [1, V], the cache, and its experts."""
+        """Forward pass over a prompt and its images: logits of its last position [1, V], the cache, and experts."""
         model = self._model()
         for module in model.modules():
             if hasattr(module, "rope_deltas"):

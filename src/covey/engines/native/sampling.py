@@ -1,7 +1,7 @@
-"""Sampling: filters, an exponential race over random numbers of seed and step, and the sequences being decoded.
+"""Sampling: filters, an exponential race with random numbers from seed and step, and the sequences being decoded.
 
-A sample depends on its row's logits, seed and step alone, never on the other rows of the batch, and so do the bits of
-its log-prob: rows are summed in blocks, which threads do not divide, and functions computed by `elementwise`.
+A sample and the bits of its log-prob depend only on the row's logits, seed and step, never on other rows of the batch:
+rows are summed in blocks that threads do not divide, and functions are computed by `invariance.elementwise`.
 """
 
 import asyncio
@@ -28,9 +28,9 @@ _SECOND = -0x6B2FB644ECCEEE15
 
 
 class SampledTokens(NamedTuple):
-    """Tokens [R], their log-probabilities [R] and entropies [R], at the sampling temperature, before any filter.
+    """Tokens [R], with log-probabilities and entropies [R] in nats at the sampling temperature, before any filter.
 
-    Under `SamplingParams.keep_mask`: after all filters.
+    With `SamplingParams.keep_mask` these are taken after all filters.
     """
 
     tokens: Tensor
@@ -48,8 +48,9 @@ def sample_tokens(
 ) -> SampledTokens:
     """Sample one token per row from logits [R, V], with [R] seeds and numbers of tokens sampled before (`steps`).
 
-    `adjusted` [R, V]: logits to sample from in their place, which are not those that the policy is scored by, except
-    under `params.keep_mask`; then `masks` receives the `kept_ids` of each row.
+    `adjusted` [R, V] are logits to sample from instead, after penalties and biases; log-probs are still those of
+    `logits`, except with `params.keep_mask`, when they are those of `adjusted` and `masks` receives the `kept_ids` of
+    each row.
     """
     rows = len(logits) if logits.is_cuda else max(1, CPU_CHUNK // logits.shape[-1])
     if len(logits) > rows:
@@ -91,7 +92,7 @@ def score_tokens(logits: Tensor, tokens: Tensor, temperature: float) -> SampledT
 def _reports(
     reported: Tensor, tokens: Tensor, top: Tensor, weights: Tensor, below: Tensor, total: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies [R], from what `_weights` gives and its sum [R]; overwrites `below`."""
+    """Log-probs and entropies [R], from the results of `_weights` and the weights' sum [R]; overwrites `below`."""
     log_total = elementwise(torch.log, total)
     logprobs = (reported.gather(-1, tokens[:, None]) - top)[:, 0] - log_total
     return logprobs, log_total - block_sums(below.mul_(weights)).sum(-1) / total
@@ -128,7 +129,7 @@ def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def kept_ids(filtered: Tensor) -> list[list[int]]:
-    """Tokens that each row of filtered logits [R, V] keeps, with one copy to the host; [] where it keeps all."""
+    """Ids of the tokens that each row of filtered logits [R, V] keeps; [] for a row that keeps all."""
     kept = filtered > -torch.inf
     kept &= ~kept.all(-1, keepdim=True)
     row, ids = kept.nonzero().cpu().unbind(1)
@@ -147,12 +148,13 @@ def block_sums(weights: Tensor) -> Tensor:
 def exponential_race(weights: Tensor, blocks: Tensor, seeds: Tensor, steps: Tensor) -> Tensor:
     """Sample a block, then a token within it, each as the winner of an exponential race: [R, V] -> [R].
 
-    In a race contestant i arrives at time E_i / w_i, E_i ~ Exp(1), and is the first with probability w_i / sum(w) (the
-    Gumbel-max trick on another scale). Blocks race with their sums and the tokens of the winning block with their own
-    weights: token i wins with probability (P_b / P) (w_i / P_b) = w_i / P, exactly, for V / BLOCK + BLOCK random
-    numbers instead of V. Every contestant has its own random number, so a small change of the weights changes a sample
-    only where two contestants nearly tie; inverting the cumulative distribution would carry the change of every earlier
-    token to the later ones. float64, so that the tail of a large vocabulary keeps its share.
+    In an exponential race, contestant i arrives at time E_i / w_i with E_i ~ Exp(1), and is first with probability
+    w_i / sum(w) (the Gumbel-max trick on another scale). First the blocks race, with the sums P_b of their weights;
+    then the tokens of the winning block race with their own weights w_i. Token i wins with probability
+    (P_b / P) (w_i / P_b) = w_i / P, exactly, with V / BLOCK + BLOCK random numbers instead of V. Every contestant has
+    its own random number, so a small change of the weights changes a sample only where two contestants nearly tie; with
+    inversion of the cumulative distribution, a change of one token would shift all later ones. Computed in float64, so
+    that the tail of a large vocabulary keeps its probability.
     """
     count = blocks.shape[-1]
     arrival = elementwise(
@@ -168,9 +170,9 @@ def exponential_race(weights: Tensor, blocks: Tensor, seeds: Tensor, steps: Tens
 def uniforms(seeds: Tensor, steps: Tensor, count: int) -> Tensor:
     """Uniform random numbers [R, count] in (0, 1), float64: a hash of seed, step and index, without state.
 
-    They are the same in any batch, order and device, and can be computed again later to verify a draft. Every (seed,
-    step) pair starts a splitmix64 stream (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
-    OOPSLA 2014) at a hashed state.
+    They are the same in any batch, in any order and on any device, and can be computed again to verify a draft. Every
+    (seed, step) pair starts a splitmix64 stream (Steele, Lea and Flood, "Fast splittable pseudorandom number
+    generators", OOPSLA 2014) at a hashed state.
     """
     start = _mix(_mix(seeds) + steps * _STEP)
     offsets = torch.arange(1, count + 1, device=seeds.device) * _GOLDEN
@@ -178,7 +180,7 @@ def uniforms(seeds: Tensor, steps: Tensor, count: int) -> Tensor:
 
 
 def _between_0_and_1(bits: Tensor) -> Tensor:
-    """Integers of 52 bits to the middles of 2**52 equal intervals; with 53 bits the last would round to 1."""
+    """Map 52 random bits to the middle of one of 2**52 equal intervals of (0, 1); with 53 bits, 1 would be possible."""
     return bits.double().add_(0.5).mul_(2.0**-52)
 
 
@@ -190,7 +192,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift: int64's own repeats the sign."""
+    """Logical right shift of int64, which torch's own operator does not do: it repeats the sign bit."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -222,9 +224,10 @@ class SequenceState:
 
     @property
     def draft(self) -> list[int]:
-        """Draft up to its end and within the budget; [] without one, and with penalties, biases and the like.
+        """The draft, cut at its first end token and at the budget; [] without one, and with penalties or biases.
 
-        Under these each position's distribution depends on the tokens before it, unlike in a parallel forward pass.
+        These make the distribution at a position depend on the tokens before it in ways that one parallel pass cannot
+        compute.
         """
         drafts = self.request.drafts
         tokens = drafts[self.index] if drafts else None
@@ -251,7 +254,7 @@ class SequenceState:
             self.finish = FinishReason.LENGTH
 
     def resolve(self) -> None:
-        """Set the future's result if the sequence is finished, unless its caller was cancelled."""
+        """Set the result of the sequence's future if the sequence is finished and the caller has not been cancelled."""
         if self.finish is None or self.done.done():
             return
         if not math.isfinite(sum(self.logprobs)):
@@ -266,13 +269,13 @@ class SequenceState:
         completion = Completion(
             self.token_ids, self.logprobs, self.finish, self.entropies, self.reused, sampling_mask=masks
         )
-        if self.routes:  # decoded past its end, it has some of tokens that were dropped
+        if self.routes:  # a sequence decoded past its end also has routes of dropped tokens
             computed = len(self.request.prompt_ids) + len(self.token_ids) - 1
             completion.routes = torch.cat([part.cpu() for part in self.routes])[:computed]
         self.done.set_result(completion)
 
     def _length_to_end(self, before: list[int], tokens: list[int]) -> int:
-        """Number of tokens up to the one that ends the sequence, by itself or by completing a text; 0 without one."""
+        """Number of tokens up to the one that ends the sequence, by itself or by completing a stop text; else 0."""
         end = next((count for count, token in enumerate(tokens, 1) if token in self.end_ids), 0)
         return (self.settings.stop and self.settings.length_to_stop(before, tokens[: end or None])) or end
 
@@ -306,9 +309,9 @@ def sequences_of(
 class Batch:
     """Tensors of the sequences being decoded, in the cache's order, from one change of membership to the next.
 
-    The only copy to the host while decoding is, every `check_interval` steps (1 on a CPU, 8 elsewhere), a flag that a
-    sequence has ended; sampled tokens are copied all at once by `flush`. Sequences may therefore be decoded past their
-    end, which `SequenceState.append` cuts off.
+    While decoding, only one flag is copied to the host, every `check_interval` steps (1 on a CPU, 8 elsewhere): it says
+    that some sequence has ended. `flush` copies sampled tokens all at once. Sequences may therefore be decoded past
+    their end, and `SequenceState.append` drops the tokens after it.
     """
 
     def __init__(self, sequences: Sequence[SequenceState], device: torch.device, check_interval: int | None = None):
@@ -319,7 +322,7 @@ class Batch:
         self._routes: list[Tensor] = []  # [S, L, k] of each step, where they are kept
         self._count = 0
         self._stops = False
-        end_ids: set[int] = set()  # of any sequence: those of another cost a check, no more
+        end_ids: set[int] = set()  # of any sequence; an end token of another sequence only costs a check
         columns = []
         self._by_settings: list[tuple[SamplingParams, list[int]]] = []
         for index, sequence in enumerate(sequences):
@@ -344,7 +347,7 @@ class Batch:
     def sample(self, logits: Tensor, routes: Tensor | None = None) -> None:
         """Sample one token for every sequence from logits [S, V], each with its own settings.
 
-        `routes` [S, L, k] are the experts of the tokens that were computed for it.
+        `routes` [S, L, k] are the experts of the tokens that gave these logits; None if no sequence keeps them.
         """
         chunks, masks, order = [], [], []
         for params, indices in self._by_settings:
@@ -373,7 +376,7 @@ class Batch:
         self._ended |= torch.isin(sampled.tokens, self._end_ids) | (self.steps >= self._budgets)
 
     def _adjusted(self, logits: Tensor, indices: list[int]) -> Tensor | None:
-        """Logits [n, V] of the sequences at `indices` as their tokens change them; None where nothing does."""
+        """Logits [n, V] of the sequences at `indices` after penalties and biases; None if there are none."""
         first = self.sequences[indices[0]]
         penalty, settings = first.request.params.repetition_penalty, first.settings
         if penalty == 1.0 and not settings.reshapes:
@@ -389,7 +392,7 @@ class Batch:
         return settings.add_to(logits, tokens) if settings.reshapes else logits
 
     def has_ended(self) -> bool:
-        """True when a sequence is known to have ended; checked every `check_interval` steps only."""
+        """True if a sequence is known to have ended, which is checked only every `check_interval` steps."""
         if self._count % self.check_interval:
             return False
         if self._stops:
@@ -416,7 +419,7 @@ class Batch:
 
 
 def compaction_moves(finished: list[bool]) -> list[tuple[int, int]]:
-    """Fewest copies (source, target) that bring the unfinished items to the front."""
+    """Fewest copies, as pairs (source, target), that move the unfinished items to the front."""
     moves: list[tuple[int, int]] = []
     source = remaining = finished.count(False)
     for target in range(remaining):

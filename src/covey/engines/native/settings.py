@@ -30,12 +30,12 @@ class GenerationSettings:
 
     stop: tuple[str, ...] = ()  # texts that end a completion; the token that completes one is its last
     end_ids: frozenset[int] = frozenset()  # tokens that end it
-    min_tokens: int = 0  # before so many nothing ends it
-    # (sequence, bias): added to the logit of its last token where the tokens before it are the others
+    min_tokens: int = 0  # fewest tokens of a completion: nothing ends it before
+    # pairs (token sequence, bias): the bias is added to the logit of the last token where the others precede it
     biases: tuple[tuple[tuple[int, ...], float], ...] = ()
-    presence_penalty: float = 0.0  # subtracted for each token that the completion holds
-    frequency_penalty: float = 0.0  # likewise, for each time that it does
-    no_repeat_ngram_size: int = 0  # so many tokens in a row come once in prompt and completion; 0: no limit
+    presence_penalty: float = 0.0  # subtracted from the logit of each token that is in the completion
+    frequency_penalty: float = 0.0  # subtracted once for each occurrence in the completion
+    no_repeat_ngram_size: int = 0  # sequences of this many tokens occur once in prompt and completion; 0: no limit
     tokenizer: Any = None
 
     def __post_init__(self) -> None:
@@ -52,7 +52,7 @@ class GenerationSettings:
 
     @property
     def reshapes(self) -> bool:
-        """True if they change the distribution of tokens, by those before them."""
+        """True if a token's distribution depends on the tokens before it in ways other than by the model."""
         penalised = self.presence_penalty or self.frequency_penalty or self.no_repeat_ngram_size
         return bool(self.biases or self.min_tokens or penalised)
 
@@ -127,7 +127,7 @@ def _token_ids(given: Any) -> tuple[int, ...]:
 
 
 def _words(given: Any, tokenizer: Any) -> Iterable[tuple[int, ...]]:
-    """Sequences of tokens that words have at the beginning of a text and within it, or as they are given."""
+    """Token sequences of words, at the beginning of a text and within one; or token sequences as given."""
     for word in [given] if isinstance(given, str) else given:
         for text in (word, f" {word.lstrip()}") if isinstance(word, str) else ():
             yield tuple(tokenizer(text, add_special_tokens=False)["input_ids"])

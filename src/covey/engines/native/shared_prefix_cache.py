@@ -1,11 +1,11 @@
 """Key/value cache in which the completions of a group share their prompt, and the attention that reads it.
 
-Prompts are stored once per group, right-padded; sampled tokens are stored per sequence, each in the column of its own
-number, and a mask hides the columns beyond a sequence's last. Keys and values of a group are never concatenated, so
-each prompt is read once per step for all its sequences. A token's place, and so the order in which attention adds it
-up, is therefore its sequence's own; on a CPU the sizes of products are chosen such that neither longer neighbours nor
-their number change a bit (`AttentionSizes`). No model is patched: the attention function is registered with
-transformers and receives the cache in the keyword argument `prefix_cache` of the model's forward pass.
+Prompts are stored once per group, right-padded. The i-th sampled token of a sequence is stored in column i, and a mask
+hides the columns after a sequence's last token. Prompts and sampled tokens are never concatenated, so each prompt is
+read once per step for all its sequences. The order in which attention adds up a sequence's tokens does not depend on
+other sequences; on a CPU the sizes of products are chosen such that neither longer sequences nor their number change a
+bit (`AttentionSizes`). No model is patched: the attention function is registered with transformers and receives the
+cache in the keyword argument `prefix_cache` of the model's forward pass.
 """
 
 from collections import Counter
@@ -30,23 +30,23 @@ GRANULE = 64  # capacities in tokens are multiples of this
 
 @dataclass(slots=True)
 class SlotMap:
-    """Assignment of sequences to slots, equally many in each group; valid until sequences come or go."""
+    """Assignment of sequences to slots, equally many per group; valid until sequences are added or removed."""
 
     table: Tensor  # [groups * slots] index of the sequence in each slot; 0 in an empty slot, computed and never read
     order: Tensor  # [S] slot of each sequence
     lengths: Tensor  # [S] tokens of the sequence's prompt
-    slots: int  # per group
+    slots: int  # slots per group
     width: int  # columns of the stored prompts that are read
-    aligned: bool  # slot i holds sequence i
-    filled: bool  # every prompt is `width` tokens long
+    aligned: bool  # True if slot i holds sequence i for all i
+    filled: bool  # True if every prompt has `width` tokens
 
     @classmethod
     def of(
         cls, owners: list[int], prompt_lengths: list[int], width: int, size: int, slots: int, device: torch.device
     ) -> "SlotMap":
-        """Slots of sequences in the groups `owners`, as tensors for `size` sequences, some of them perhaps idle.
+        """Slots for sequences in the groups `owners`, as tensors for `size` sequences, of which the last may be idle.
 
-        Owners [0, 1, 0] with two slots per group: table [0, 2 | 1, 0], order [0, 2, 1].
+        Example: owners [0, 1, 0] with two slots per group give the table [0, 2 | 1, 0] and the order [0, 2, 1].
         """
         table = [0] * (slots * len(prompt_lengths))
         free = list(range(0, len(table), slots))  # next slot of each group
@@ -67,7 +67,7 @@ class SlotMap:
         )
 
     def accepts(self, other: "SlotMap") -> bool:
-        """True when a recording made with this map stays valid for the contents of the other."""
+        """True if a CUDA graph captured with this map is valid for the contents of the other."""
         own, others = ((x.slots, x.width, x.table.shape, x.order.shape) for x in (self, other))
         return own == others
 
@@ -91,11 +91,11 @@ class SharedPrefixCache(Cache):
 
     Per layer the prompts are `[kv_heads, groups, prompt, head_dim]`, read once for all sequences of a group, and
     sampled tokens `[sequences, kv_heads, columns, head_dim]`, so that products read both without copies. `softcap` is
-    False if the model's own attention ignores soft-capping, as transformers' SDPA does. With `sizes`, those of products
-    are chosen such that a sequence's bits do not depend on the others.
+    False if the model's own attention ignores soft-capping, as transformers' SDPA does. With `sizes`, the sizes of
+    products are chosen such that a sequence's bits do not depend on other sequences.
     """
 
-    shares_prompts = True  # `attend` reads it; otherwise the model's own attention, given what `update` returns
+    shares_prompts = True  # True: `attend` reads the cache; False: the model's attention reads what `update` returns
 
     def __init__(self, dtype: torch.dtype, softcap: bool = True, sizes: AttentionSizes | None = None):
         super().__init__(layers=[])
@@ -109,18 +109,18 @@ class SharedPrefixCache(Cache):
         self._owners: list[int] = []
         self._counts: list[int] = []  # own tokens of each sequence, the current step's included
         self.capacity = self.sequence_capacity = 0
-        self.least_capacity = 0  # tokens that there is room for from the beginning on
+        self.least_capacity = 0  # smallest capacity in tokens
         self.attended = 0  # layers that have read the cache in the current step
-        self._slot_map: SlotMap | None = None  # None: sequences have come or gone since
+        self._slot_map: SlotMap | None = None  # None: to be made, because sequences were added or removed
         self._fixed_slot_map: SlotMap | None = None
         self._fixed = False  # steps have tensors of fixed shapes and addresses
         self._columns: Tensor | None = None  # [S] of the current step's tokens
-        self._column: int | None = None  # the one column of all of them; None: they differ, or steps are fixed
-        self._width = 0  # own columns that are read
-        self.fused = False  # attend by one kernel in steps of fixed shapes, where there is one and the layer is plain
+        self._column: int | None = None  # the column of all current tokens; None: columns differ, or shapes are fixed
+        self._width = 0  # number of columns of sampled tokens that are read
+        self.fused = False  # attend by one kernel in steps of fixed shapes, if there is one and the layer is plain
 
     def add_groups(self, prefilled: Cache | None, lengths: list[int]) -> list[int]:
-        """Take right-padded prompts (None when all are empty); handles are valid until sequences leave."""
+        """Store right-padded prompts (None if all are empty); the handles returned are valid until sequences leave."""
         first = len(self._prompt_lengths)
         self._prompt_lengths += lengths
         added = [] if prefilled is None else keys_and_values(prefilled)
@@ -138,8 +138,8 @@ class SharedPrefixCache(Cache):
     ) -> None:
         """Start sequences after the prompts of the handles `groups`.
 
-        `own` has the keys and values of tokens after the prompts, left-aligned `[S, kv_heads, T, head_dim]` per layer,
-        of which `lengths` tokens count per sequence; None: none yet.
+        `own` has keys and values of tokens after the prompts, left-aligned `[S, kv_heads, T, head_dim]` per layer, of
+        which the first `lengths` per sequence count; None if there are none yet.
         """
         lengths = lengths or [0] * len(groups)
         longest, size = max(lengths), len(self._owners)
@@ -149,7 +149,7 @@ class SharedPrefixCache(Cache):
         self._slot_map = None
         for layer, new in enumerate(own if own is not None and longest else ()):
             for stored, x in zip(self._storage(layer, new), new, strict=True):
-                # what lies behind a sequence's tokens is hidden until it is written
+                # columns after a sequence's tokens are masked until they are written
                 stored[size : size + len(groups), :, :longest] = x[:, :, :longest].to(self._dtype)
 
     def move(self, moves: list[tuple[int, int]], size: int) -> None:
@@ -165,7 +165,7 @@ class SharedPrefixCache(Cache):
             self._counts[target] = self._counts[source]
         del self._owners[size:], self._counts[size:]
         used = sorted(set(self._owners))
-        # A captured step is bound to the stored prompts, so half of them may be idle then.
+        # A captured step reads all stored prompts, so prompts without sequences stay until they are half of them.
         if len(used) < len(self._prompt_lengths) / (2 if self._fixed else 1):
             self._prompt_lengths = list(map(self._prompt_lengths.__getitem__, used))
             width = stored_width(max(self._prompt_lengths, default=0))
@@ -174,12 +174,12 @@ class SharedPrefixCache(Cache):
         self._slot_map = None
 
     def _reserve(self, tokens: int, size: int) -> None:
-        """Reserve capacity for `size` sequences of `tokens`; doubling bounds the cost of copying."""
+        """Reserve capacity for `size` sequences of `tokens` tokens; it doubles, which bounds the cost of copying."""
         tokens = self.capacity if tokens <= self.capacity else max(tokens, 2 * self.capacity)
         self._rebuild(tokens, max(self.sequence_capacity, size))
 
     def _rebuild(self, tokens: int, size: int) -> None:
-        """Set capacities of at least these, with the contents."""
+        """Set capacities of at least these numbers, and keep the contents."""
         tokens = stored_width(max(tokens, self.least_capacity))
         if (tokens, size) == (self.capacity, self.sequence_capacity):
             return
@@ -195,7 +195,7 @@ class SharedPrefixCache(Cache):
         self._slot_map = None
 
     def _storage(self, layer: int, like: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Tensors of a layer, allocated on first use with zeros, because masked garbage could be NaN."""
+        """Tensors of a layer, allocated on first use and filled with zeros: masked NaN would still be NaN."""
         if layer not in self._own:
             size, tokens = self.sequence_capacity, self.capacity
             keys, values = (x.new_zeros(size, x.shape[1], tokens, x.shape[3], dtype=self._dtype) for x in like)
@@ -218,8 +218,8 @@ class SharedPrefixCache(Cache):
     def open_columns(self) -> None:
         """Make a column writable for the next token of every sequence.
 
-        At the capacity, that in tokens doubles and that in sequences shrinks to those still there, because the longest
-        completions are few.
+        At full capacity, the capacity in tokens doubles, and the capacity in sequences shrinks to the current number,
+        because few completions are long.
         """
         if max(self._counts) >= self.capacity:
             self._rebuild(2 * self.capacity, len(self._owners))
@@ -227,11 +227,11 @@ class SharedPrefixCache(Cache):
         self.attended = 0
 
     def begin_fixed_step(self, size: int, device: torch.device) -> tuple[Any, ...]:
-        """Open a column for a step with tensors of fixed shapes and addresses, which can be recorded and replayed.
+        """Open a column for a step with tensors of fixed shapes and addresses, which can be captured and replayed.
 
-        `size` sequences, or as many as there is capacity for, are computed, those in use first, over the whole
-        capacity; `masks` then belongs into the recording. Returns its key, beginning with the number of sequences:
-        while it is equal, a recorded step may be replayed.
+        `size` sequences (or the capacity, if smaller) are computed over the whole capacity, sequences in use first; the
+        capture must include `masks`. Returns a key that begins with the number of sequences: as long as it is equal, a
+        captured step may be replayed.
         """
         self.open_columns()
         size = min(size, self.sequence_capacity)
@@ -251,13 +251,13 @@ class SharedPrefixCache(Cache):
         return size, self.capacity, id(self._slot_map), tuple(stored)
 
     def end_fixed_steps(self) -> None:
-        """Return to shapes that follow the sequences, and close the column just opened."""
+        """End steps of fixed shapes: shapes follow the sequences again, and the column just opened is closed."""
         self._slot_map = self._fixed_slot_map = None
         self._fixed = self.fused = False
         self._counts = [count - 1 for count in self._counts]
 
     def masks(self, positions: Tensor, config: Any) -> Any:
-        """The mask(s) of `begin_step`, computed from tensors alone."""
+        """The mask(s) of `begin_step`, computed from tensors only, so that the computation can be captured."""
         assert self._slot_map is not None, "a step has begun"
         slot_map = self._slot_map
         self._windowed = bool(getattr(config, "sliding_window", None))
@@ -288,7 +288,7 @@ class SharedPrefixCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store one token per sequence (`[S, kv_heads, 1, D]`); returns their own keys and values, not the prompts'."""
+        """Store one token per sequence (`[S, kv_heads, 1, D]`); returns keys and values of all sampled tokens."""
         size = key_states.shape[0]
         stored = self._storage(layer_idx, (key_states, value_states))
         assert self._columns is not None, "a step has begun"
@@ -318,8 +318,8 @@ class SharedPrefixCache(Cache):
 
         queries [S, heads, 1, D], keys and values [S, kv_heads, columns, D] from `update`, additive mask [S, 1, 1,
         prompt + columns] -> [S, 1, heads, D of the values]. `softcap`: scores become softcap * tanh(scores / softcap)
-        (Gemma 2, arXiv 2408.00118); `sinks` [heads]: one more score per head that takes probability and contributes no
-        value (gpt-oss).
+        (Gemma 2, arXiv 2408.00118); `sinks` [heads]: one more score per head that takes a share of the probability and
+        has no value (gpt-oss).
         """
         self.attended += 1
         size, heads, _, dim = query.shape
@@ -360,7 +360,7 @@ class SharedPrefixCache(Cache):
         return out.reshape(size, 1, heads, -1)
 
     def _fuses(self, query: Tensor, keys: Tensor, values: Tensor) -> bool:
-        """True where one kernel attends: a plain layer in half precision on a GPU, in a step of fixed shapes."""
+        """True if one kernel attends: for a plain layer in half precision on a GPU, in a step of fixed shapes."""
         fixed = self.fused and self._fixed and not self._windowed
         if not fixed or not query.is_cuda or keys.shape[3] != values.shape[3] or find_spec("triton") is None:
             return False
@@ -370,7 +370,7 @@ class SharedPrefixCache(Cache):
 
 
 def stored_width(tokens: int) -> int:
-    """Tokens that there is room for where so many are stored."""
+    """Capacity in tokens for this many stored tokens."""
     return -(-tokens // GRANULE) * GRANULE
 
 
@@ -380,7 +380,7 @@ def _chunks(keys: Tensor, chunk: int) -> Sequence[Tensor]:
 
 
 def _weighted(matmul: Callable[[Tensor, Tensor], Tensor], weights: Tensor, values: Tensor, chunk: int) -> Tensor:
-    """weights [..., columns] @ values [..., columns, D], a chunk of columns after the other."""
+    """weights [..., columns] @ values [..., columns, D], added up chunk by chunk of columns."""
     if values.shape[2] <= chunk:
         return matmul(weights, values)
     out = matmul(weights[..., :chunk], values[:, :, :chunk])

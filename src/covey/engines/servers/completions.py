@@ -19,21 +19,21 @@ BEFORE_TEMPERATURE = (
     "it reports log-probs from before the temperature divides the logits, which cannot be compared with the trainer's"
 )
 ABOVE_ZERO = 1e-2  # rounding error by which a log-prob may exceed 0
-# Server settings with which a completion may end, or continue, elsewhere than at an end-of-sequence token.
+# Server settings that may end a completion before, or continue it after, an end-of-sequence token.
 STOPS = ("stop", "stop_token_ids", "ignore_eos", "structured_outputs", "regex", "json_schema")
 
 
 def check_answer(
     url: str, request: SampleRequest, answer: list[SampledChunk], ends: frozenset[int], vocab_size: int | None
 ) -> None:
-    """Check that `answer` is a possible one to `request`; raises `BadAnswer` or `ServerRefused`."""
+    """Check that `answer` is a valid answer to `request`; raises `BadAnswer` or `ServerRefused`."""
     if len(answer) != request.n:
-        raise BadAnswer(url, "generate", f"{len(answer)} completions came where {request.n} were asked for")
+        raise BadAnswer(url, "generate", f"it returned {len(answer)} completions instead of {request.n}")
     for chunk in answer:
         tokens = chunk.completion.token_ids
         invalid = next((token for token in tokens if not isinstance(token, int) or token < 0), None)
         if invalid is not None:
-            raise BadAnswer(url, "generate", f"{invalid!r} came where a token belongs")
+            raise BadAnswer(url, "generate", f"it returned {invalid!r} as a token id")
         if vocab_size is not None and tokens and max(tokens) >= vocab_size:
             message = f"it sampled token {max(tokens)}, and the vocabulary of the model that is trained ends at"
             hint = "Start the server with the model that is trained."
@@ -46,7 +46,7 @@ def check_answer(
 def _check_logprobs(url: str, completion: Completion) -> None:
     reported, tokens = completion.logprobs, completion.token_ids
     if reported is None or len(reported) != len(tokens):
-        message = f"{'no' if reported is None else len(reported)} log-probs came for {len(tokens)} tokens"
+        message = f"it returned {'no' if reported is None else len(reported)} log-probs for {len(tokens)} tokens"
         raise BadAnswer(url, "generate", message)
     invalid = [number for number in reported if not _is_finite(number)]
     if invalid:
@@ -54,7 +54,7 @@ def _check_logprobs(url: str, completion: Completion) -> None:
         hint = "Its weights may be damaged, or it overflows in float16: start it with --dtype bfloat16."
         raise BadAnswer(url, "generate", message, hint)
     if reported and max(reported) > ABOVE_ZERO:
-        message = f"log-probs above 0 came ({max(reported):.3g}), so they are no logarithms of probabilities"
+        message = f"it returned log-probs above 0 ({max(reported):.3g}), which no natural logarithm of a probability is"
         raise BadAnswer(url, "generate", message, "Does it report logits? Have it report log-probs.")
 
 
@@ -66,7 +66,7 @@ def _check_end(url: str, request: SampleRequest, completion: Completion, ends: f
     tokens, most = completion.token_ids, request.params.max_tokens
     message = None
     if len(tokens) > most:
-        message = f"a completion of {len(tokens)} tokens came where at most {most} were asked for"
+        message = f"it returned a completion of {len(tokens)} tokens, but at most {most} were requested"
     elif completion.finish is FinishReason.LENGTH and len(tokens) < most:
         message = f"a completion was cut off after {len(tokens)} tokens of {most}"
     elif any(name in request.params.extra for name in STOPS):
@@ -91,7 +91,7 @@ class PartialCompletion:
     routes: Tensor | None = None  # of the first tokens of the prompt and the parts
 
     def add(self, chunk: SampledChunk, version: int | None) -> None:
-        """Append a part. An aborted one under a grammar, or another extra setting, cannot be continued: dropped."""
+        """Append a part. With a grammar or another extra setting an aborted part is dropped: it cannot continue."""
         if chunk.aborted and self.request.params.extra:
             return
         self.token_ids += chunk.completion.token_ids
@@ -107,7 +107,7 @@ class PartialCompletion:
         return len(self.token_ids) >= self.request.params.max_tokens or self.finish(ends) is FinishReason.STOP
 
     def rest(self) -> SampleRequest:
-        """Request for the remaining tokens, with another 63-bit seed: the same one would repeat the noise."""
+        """Request for the remaining tokens, with a new 63-bit seed: the old one would repeat its random numbers."""
         done = len(self.token_ids)
         params = replace(self.request.params, max_tokens=self.request.params.max_tokens - done)
         seeds = [(self.request.seeds[0] + done * 0x9E3779B97F4A7C15) % 2**63]
@@ -120,20 +120,23 @@ class PartialCompletion:
 
 
 def with_routes(url: str, request: SampleRequest, completion: Completion, ids: Any, shape: RouteShape) -> Completion:
-    """The completion with a server's experts `ids` [tokens, layers, k]: of all tokens but the last, or no fewer."""
+    """The completion with a server's experts `ids` [tokens, layers, k], for all tokens or all but the last.
+
+    BadAnswer for any other number of tokens, or for experts that the model does not have.
+    """
     computed = len(request.prompt_ids) + len(completion.token_ids) - 1
     try:
         routes = shape.of_server(ids[:computed])
     except (ValueError, TypeError, IndexError) as error:
         raise BadAnswer(url, "generate", f"the experts of its tokens cannot be read: {error}") from error
     if len(routes) < computed:
-        message = f"the experts of {len(routes)} tokens came where {computed} were computed"
+        message = f"it returned the experts of {len(routes)} tokens, but {computed} were computed"
         raise BadAnswer(url, "generate", message, "Update the server, or leave routing_replay unset.")
     return replace(completion, routes=routes)
 
 
 def common_settings(params: SamplingParams, ends: frozenset[int]) -> dict[str, Any]:
-    """Settings under the names of all backends; the model's generation config would decide those left out."""
+    """All settings, under names that every backend knows; for missing ones the generation config would decide."""
     return {
         "temperature": params.temperature,
         "top_p": params.top_p,

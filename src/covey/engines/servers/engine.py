@@ -1,7 +1,7 @@
-"""Engine over inference servers: samples from them, and brings them the policy's weights.
+"""Engine over inference servers: samples from them, and sends them the policy's weights.
 
-All HTTP runs in one background thread; `generate` may be awaited from any loop, `load_weights` is called from any
-thread, also while completions are being sampled.
+All HTTP runs in one background thread. `generate` may be awaited in any event loop; `load_weights` may be called from
+any thread, also while completions are being sampled.
 """
 
 import asyncio
@@ -28,12 +28,16 @@ from covey.engines.servers.weights.versions import ServerWeights
 from covey.runtime.loop_thread import LoopThread
 from covey.runtime.user_code import warn
 
-EMPTY_ABORTS = 10  # times in a row that a server may abort a completion without having sampled a token
+EMPTY_ABORTS = 10  # times in a row that a server may abort a completion before it has sampled a token
 
 
 @dataclass(eq=False)
 class RemoteEngine:
-    """A `RolloutEngine` over servers with the whole model; ServerRefused if they do not suit, NoServerLeft if late."""
+    """A `RolloutEngine` over servers that hold the whole model.
+
+    Its creation waits for the servers: ServerRefused if one does not suit the run, NoServerLeft if they are not up in
+    time.
+    """
 
     servers: Sequence[ServerClient]
     api: ServerApi  # requests of their backend
@@ -45,10 +49,10 @@ class RemoteEngine:
     model_name: str | None = None  # of the model that is trained, to compare with the servers'
     timeout: float = 240.0  # seconds to wait for servers to be up, at the start and when all have failed
     request_timeout: float = 800.0  # seconds one request may take
-    sync_timeout: float = 600.0  # seconds a weight update may take in all
+    sync_timeout: float = 600.0  # seconds a whole weight update may take
     concurrency: int = 512  # most completions in flight at one server
-    resend: bool = False  # a server that comes back is sent the last update: for one process, a constant policy
-    sleeps: bool = False  # servers release their memory outside `awake`; for a process that has them to itself
+    resend: bool = False  # send a server that comes back the last update: if one process sends a constant policy
+    sleeps: bool = False  # servers release their memory outside `awake`: only if no other process uses them
     pool_file: PoolFile | None = None  # lists the servers; read again with every `awake`
 
     def __post_init__(self) -> None:
@@ -104,7 +108,7 @@ class RemoteEngine:
         return list(await asyncio.gather(*finished))
 
     async def _request(self, request: SampleRequest) -> tuple[list[SampledChunk], int | None]:
-        """Answer of a server, and the version of the weights that all of its tokens were sampled with."""
+        """Answer of a server, and the version of the weights that all tokens in it were sampled with."""
 
         async def call(member: PoolMember) -> tuple[list[SampledChunk], int | None]:
             version = member.version if request.adapter is None else self._adapters[request.adapter]
@@ -139,11 +143,11 @@ class RemoteEngine:
         return partial.completion(chunk.completion.finish if whole else partial.finish(self.ends))
 
     def load_weights(self, update: WeightUpdate) -> WeightTransfer | None:
-        """Bring every server that answers to `update`; completions in flight are continued with the new weights.
+        """Send `update` to every server that responds; completions in flight are continued with the new weights.
 
-        A server that fails is left out, the others continue. Where all have failed, one that is back in time suffices;
-        else `NoServerLeft`, or the `ServerError` of one that answers, is raised. Returns what was sent where it may be
-        differences, else None.
+        A server that fails is left out, and the others continue. If all have failed, one that is back in time is
+        enough; otherwise `NoServerLeft` is raised, or the `ServerError` of a server that responds. Returns what was
+        sent, for servers that accept differences, else None.
         """
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         limit = self.sync_timeout + 4 * QUICK_SECONDS  # requests that began in time may end a little later
@@ -204,7 +208,7 @@ class RemoteEngine:
         except ValueError as error:
             if str(error) != self._file_error:
                 self._file_error = str(error)
-                warn(f"{error} The run continues with the servers that it has.")
+                warn(f"{error} The run continues with its current servers.")
             return
         suits = partial(obstacle_to_join, self.traits, self._max_context)
         for member in self._pool.follow(servers, suits):
@@ -234,7 +238,7 @@ def _end(thread: LoopThread, sender: WeightSender) -> None:
 
 
 def obstacle_to_join(traits: EngineTraits, max_context: int | None, facts: ServerFacts) -> str | None:
-    """Difference between a server and those that the run began with that changes completions; None if there is none."""
+    """Reason why a server would give other completions than the run's first servers; None if it would not."""
     if traits.takes_adapters and not facts.takes_adapters:
         return "the run's servers take adapters, and it was started without"
     if facts.reports_after_cut and not traits.reports_after_cut:
@@ -252,7 +256,10 @@ def obstacle_to_join(traits: EngineTraits, max_context: int | None, facts: Serve
 async def connect(
     api: ServerApi, servers: Sequence[ServerClient], timeout: float, model_name: str | None
 ) -> list[PoolMember]:
-    """Wait for all servers to be up, and check that they suit the run: a wrong one ends the run before it begins."""
+    """Wait for all servers to be up, and check that they suit the run, before it begins.
+
+    Raises NoServerLeft if some are not up within `timeout` seconds, ServerRefused if one does not suit.
+    """
     found = await probe_all(servers, api.probe, api.name, api.settings, timeout)
     members = []
     for server, facts in zip(servers, found, strict=True):

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 
 class ServerError(RuntimeError):
-    """The server at `url` failed at a request: `doing` as an infinitive ("generate"), `message` the server's text."""
+    """The server at `url` failed a request: `doing` is its purpose ("generate"), `message` the server's text."""
 
     hint = "Look at the server's log."
 
@@ -21,7 +21,7 @@ class ServerUnreachable(ServerError):
 
 
 class DeadlineExceeded(ServerError):
-    """Too slow an answer: another server, or the same one later, may succeed."""
+    """An answer did not arrive in time: another server, or the same one later, may succeed."""
 
     hint = "Raise the deadline if the server is only slow; else look at its log."
 
@@ -48,11 +48,11 @@ class BadAnswer(ServerError):
     """Unusable answer: not JSON, fields missing, NaN log-probs."""
 
 
-RETRIED = (ServerUnreachable, DeadlineExceeded, ServerBusy)  # failures that may pass
+RETRIED = (ServerUnreachable, DeadlineExceeded, ServerBusy)  # failures after which a retry may succeed
 
 
 class NoServerLeft(RuntimeError):
-    """All needed servers failed and none came back in time; the message ends with the last error of each (`errors`)."""
+    """All needed servers failed and none came back in time; the message ends with each one's last error (`errors`)."""
 
     def __init__(self, message: str, errors: dict[str, str]):
         self.errors = errors
@@ -63,7 +63,7 @@ class NoServerLeft(RuntimeError):
 
 @contextmanager
 def advised(hint: str, *parts: str, message: str = "{}", doing: str = "") -> Iterator[None]:
-    """Context that adds advice to refusals whose message contains one of `parts`; {} stands for that message."""
+    """Context that adds advice to refusals whose text contains one of `parts`; {} in `message` stands for that text."""
     try:
         yield
     except ServerRefused as error:
@@ -73,7 +73,7 @@ def advised(hint: str, *parts: str, message: str = "{}", doing: str = "") -> Ite
 
 
 def same_vocabulary(token: int) -> AbstractContextManager[None]:
-    """Context in which a server samples after the vocabulary's last token; the error explains that it has none."""
+    """Context for sampling after the vocabulary's last token; a refusal says that the server's vocabulary lacks it."""
     message = f"its vocabulary lacks token {token} of the model that is trained ({{}})"
     hint = "Start the server with the model that is trained."
     return advised(hint, "vocabulary", message=message, doing="sample for this run")

@@ -16,7 +16,7 @@ from covey.engines.servers.errors import (
     ServerUnreachable,
 )
 
-CONNECT_SECONDS = 10.0  # to open a connection; a machine that drops packets must not use up the whole deadline
+CONNECT_SECONDS = 10.0  # limit for opening a connection, so that dropped packets do not use up the whole deadline
 HINTS = {
     **dict.fromkeys((401, 403), "Give the server's API key, or check the one you gave."),
     **dict.fromkeys((404, 405), "Is it the right server, of a version that can do this?"),
@@ -27,8 +27,8 @@ SHOWN = 2000  # characters of a server's answer that an error repeats
 class ServerClient:
     """Client of one server, used in one event loop at a time; its key is never shown.
 
-    Every request has a connection of its own: servers close kept ones after an error, or after seconds of silence, and
-    a request that runs into that looks like a server that died.
+    Every request opens a new connection. Servers close reused connections after an error or some seconds without a
+    request, and a request on a closed connection looks as if the server had died.
     """
 
     def __init__(self, url: str, api_key: str | None = None):
@@ -81,7 +81,7 @@ class ServerClient:
         """Send `body` with POST; the answer must be a JSON object, or `BadAnswer` is raised."""
         answer = await self.call("POST", path, doing, deadline, body)
         if not isinstance(answer, dict):
-            raise BadAnswer(self.url, doing, f"{path} answered {answer!r:.200} where a JSON object belongs")
+            raise BadAnswer(self.url, doing, f"{path} answered {answer!r:.200} instead of a JSON object")
         return answer
 
     def _session(self, timeout: aiohttp.ClientTimeout) -> aiohttp.ClientSession:
@@ -101,7 +101,7 @@ class ServerClient:
 
 
 def _as_json(text: str) -> Any:
-    """The text's JSON value, or the text itself: also where it is nested too deeply, or holds too long a number."""
+    """The text's JSON value; the text itself if it is not JSON, is nested too deeply, or has too long a number."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -8,7 +8,7 @@ from covey.engines.servers.http_client import ServerClient
 
 @dataclass(frozen=True)
 class PoolFile:
-    """URLs of servers, one a line; empty lines, and what follows a #, are ignored."""
+    """A file with the URLs of servers, one per line; empty lines and text after a # are ignored."""
 
     path: Path
     api_key: str | None = None  # of every server

@@ -1,8 +1,8 @@
 """Interface of an inference server's backend: vLLM, SGLang, or another.
 
-A third backend is a `ServerApi` (sampling, pausing, sleeping) and a `WeightApi` (in `weights.api`), and for teachers a
-`ScoringApi`: paths and bodies alone. Load and retries belong to `ServerPool`, versions to `ServerWeights`, threads to
-`RemoteEngine` and `ServerScorer`.
+To add a backend, write a `ServerApi` (sampling, pausing, sleeping) and a `WeightApi` (in `weights.api`), and a
+`ScoringApi` if it can serve teachers. They contain only paths and bodies of requests: `ServerPool` distributes and
+retries them, `ServerWeights` keeps versions, `RemoteEngine` and `ServerScorer` have the threads.
 """
 
 import math
@@ -15,12 +15,12 @@ from covey.core.engine import SampleRequest
 from covey.core.records import Completion
 from covey.engines.servers.http_client import ServerClient
 
-ADAPTER_PREFIX = "covey-"  # of the adapter names that the trainer gives; no model may be served under such a name
+ADAPTER_PREFIX = "covey-"  # first part of the names of the trainer's adapters; no served model may be named like this
 
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """Properties that a server reports; None where it is unknown."""
+    """Properties that a server reports; None for unknown ones."""
 
     model: str  # the name it answers to
     max_context: int | None = None  # tokens it can attend to
@@ -28,12 +28,12 @@ class ServerFacts:
     reports_after_cut: bool = False  # its log-probs are those after top-k, top-p, min-p and penalties
     takes_adapters: bool = False  # it was started so that adapters can be loaded while it runs
     path: str | None = None  # where its model was loaded from, if that is not its name
-    returns_routes: bool = False  # it returns the experts of each token, and the api knows the shape of them
+    returns_routes: bool = False  # it returns the experts of each token, and the api knows the model's `RouteShape`
 
 
 @dataclass(frozen=True, slots=True)
 class SampledChunk:
-    """A completion, or its first part: the rest can be requested with the prompt and these tokens as the new prompt."""
+    """A completion, or its first part: a request with prompt and these tokens as its prompt continues it."""
 
     completion: Completion
     aborted: bool = False  # the server was paused or stopped
@@ -57,7 +57,7 @@ class ServerApi(Protocol):
     settings: SettingNames
 
     async def probe(self, server: ServerClient, deadline: float) -> ServerFacts:
-        """Read the server's properties; ServerRefused, with the option to add at its start, if it cannot be used."""
+        """Read the server's properties; ServerRefused, with the missing start option, if it cannot be used."""
         ...
 
     async def check_alive(self, server: ServerClient, deadline: float) -> None:
@@ -68,12 +68,12 @@ class ServerApi(Protocol):
     ) -> list[SampledChunk]:
         """Sample `request.n` completions, tokens in and tokens out, with a log-prob for every token.
 
-        Only the request decides: neither the model's generation config nor the server's own end-of-text token has an
-        effect. The caller checks the tokens.
+        All settings are in the request: neither the model's generation config nor the server's own end-of-text token
+        may have an effect. The caller checks the tokens.
 
         Args:
             model: name to sample from: the server's model, or a loaded adapter.
-            ends: the only tokens that end a completion; the sampled one is its last token.
+            ends: the only tokens that end a completion; the one that was sampled is its last token.
 
         Raises:
             BadAnswer: completions, tokens or log-probs are missing, NaN, or of the wrong length.
@@ -87,7 +87,7 @@ class ServerApi(Protocol):
         """Continue sampling."""
 
     async def clear_prefix_cache(self, server: ServerClient, deadline: float) -> None:
-        """Empty the prefix cache, which was computed with other weights."""
+        """Empty the prefix cache, because the weights have changed."""
 
     async def sleep(self, server: ServerClient, level: int, deadline: float) -> None:
         """Release memory: 1 keeps weights in host memory, 2 drops them."""
@@ -101,7 +101,7 @@ class ServerApi(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """Log-probs of the tokens of a sequence from index `first` on, each given all tokens before it."""
+    """Request for the log-probs of a sequence's tokens from index `first` on, each given all tokens before it."""
 
     token_ids: list[int]
     first: int  # 1 or more: nothing comes before the token at 0
@@ -110,7 +110,7 @@ class ScoreRequest:
 
 
 class ScoredToken(NamedTuple):
-    """A position of a scored sequence."""
+    """Scores at one position of a sequence."""
 
     logprob: float  # of the token there, in nats; may be NaN or -inf
     top: list[tuple[int, float]]  # likeliest tokens at this position and their log-probs, in descending order
@@ -152,7 +152,7 @@ class ScoringApi(Protocol):
 
 
 def as_logprob(value: object) -> float:
-    """A log-prob in an answer as a number: NaN where there is none, -inf for what servers write instead of it."""
+    """A log-prob in an answer as a number: NaN if it is missing, -inf for numbers that servers write in its place."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return math.nan
     return -math.inf if value <= LEAST_REPORTED else float(value)

@@ -1,7 +1,7 @@
-"""Scorer over inference servers: log-probs of given tokens under a model that is served, as a teacher's.
+"""Scorer over inference servers: log-probs of given tokens under a served model, such as a teacher.
 
-Several servers with one model share the requests, which go through a `ServerPool`: one that fails is left out until it
-is back, and the scorer waits where none is left. A server is examined before it is asked, and again when it is back.
+Servers with the same model share the requests, through a `ServerPool`: a server that fails is left out until it is
+back, and the scorer waits if none is left. A server is examined before its first request, and again when it is back.
 All HTTP runs in one background thread.
 """
 
@@ -23,38 +23,41 @@ from covey.engines.servers.vllm.scoring import VllmScoring
 from covey.runtime.loop_thread import LoopThread
 
 BACKENDS: tuple[ScoringApi, ...] = (SglangScoring(), VllmScoring())
-PROBED = 256  # most tokens of a request of the examination
-FINGERPRINT = 16  # log-probs by which a server's model is known again
-SAME_MODEL = 0.1  # nats between two fingerprints of one model, on average: half precision, other batches
-SAME_TEMPERATURE = 0.02  # relative
+PROBED = 256  # most tokens in a request of the examination
+FINGERPRINT = 16  # number of log-probs by which a server's model is recognised
+SAME_MODEL = 0.1  # largest mean difference, in nats, between fingerprints of one model: rounding in other batches
+SAME_TEMPERATURE = 0.02  # largest relative difference between the temperature that was asked for and the measured one
 PART = "\ufffd"  # in the text of a token that is a part of a character
-SURE = 1e-3  # nats of a difference between log-probs from which a temperature can be read
+SURE = 1e-3  # smallest difference between log-probs, in nats, from which a temperature is measured
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeTokens:
-    """Tokens that tell one vocabulary from another: spread over all ids, and every special one."""
+    """Tokens by which vocabularies are compared: spread over all ids, and every special token."""
 
     ids: list[int]  # in any order
-    texts: list[str]  # of each by itself, as the policy's tokenizer decodes it
+    texts: list[str]  # text of each single token, as the policy's tokenizer decodes it
     last: int  # largest id of the tokenizer
     rows: int  # tokens that the policy has logits for
 
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """Properties of a server, and whether it can be the teacher."""
+    """Result of the examination of a server."""
 
     api: ScoringApi
     facts: ServerFacts
-    whole: bool  # it has logits for every id that the policy has some for
+    whole: bool  # it has logits for every id that the policy has logits for
     fingerprint: list[float]  # log-probs of the first probe tokens
     findings: list[Finding]
 
 
 @dataclass(eq=False)
 class ServerScorer:
-    """Log-probs of given tokens by servers with one model; CheckError if one does not suit, NoServerLeft if late."""
+    """Log-probs of given tokens by servers with one model.
+
+    Its creation waits for the servers: CheckError if one cannot be the teacher, NoServerLeft if some are late.
+    """
 
     servers: Sequence[ServerClient]
     probe: ProbeTokens
@@ -67,7 +70,7 @@ class ServerScorer:
     concurrency: int = 64  # most requests in flight at one server
     fingerprint: list[float] = field(init=False)
     max_context: int | None = field(init=False)  # longest sequence that every server scores; None: not known
-    whole: bool = field(init=False)  # every server has logits for all ids that the policy has some for
+    whole: bool = field(init=False)  # every server has logits for all ids that the policy has logits for
 
     def __post_init__(self) -> None:
         self._thread = LoopThread("covey-teacher")
@@ -109,7 +112,7 @@ class ServerScorer:
         return ServerPool(members, first.api, readmit, self.concurrency, self.timeout, doing="score tokens")
 
     async def _readmit(self, member: PoolMember) -> bool:
-        """True if a server that is back can be asked again; ServerError if it has another model now."""
+        """True if a server that is back can be used again; ServerError if it has another model now."""
         found = await self._examine(member.server, PROBE_SECONDS)
         for finding in found.findings:
             raise ServerError(member.url, "score tokens", finding.sentence)
@@ -120,7 +123,7 @@ class ServerScorer:
         return True
 
     def begin(self, requests: Sequence[ScoreRequest]) -> "Future[list[list[ScoredToken]]]":
-        """Start to score; `wait` gives the answers in the order of the requests."""
+        """Start scoring; `wait` returns the answers in the order of the requests."""
         return self._thread.start(self._score_all(requests))
 
     def wait(self, begun: "Future[list[list[ScoredToken]]]") -> list[list[ScoredToken]]:
@@ -152,7 +155,7 @@ class ServerScorer:
     # ---- examination -------------------------------------------------------------------------------------------------
 
     async def _examine(self, server: ServerClient, seconds: float) -> Examined:
-        """Properties of a server and what keeps it from being the teacher; a `ServerError` if it does not answer."""
+        """Properties of a server, with findings if it cannot be the teacher; `ServerError` if it does not respond."""
         api = await backend_of(server, seconds)
         facts = await api.facts(server, seconds)
         unknown = await self._lacks(api, server, facts, self.probe.last, seconds)
@@ -176,7 +179,7 @@ class ServerScorer:
     async def _lacks(
         self, api: ScoringApi, server: ServerClient, facts: ServerFacts, token: int, seconds: float
     ) -> str | None:
-        """The server's message where its model has no such token, None where it has."""
+        """The server's message that its model has no such token; None if it has."""
         try:
             await api.check_token(server, facts.model, token, seconds)
         except ServerRefused as error:
@@ -188,7 +191,7 @@ class ServerScorer:
     async def _check_top(
         self, api: ScoringApi, server: ServerClient, facts: ServerFacts, seconds: float
     ) -> Finding | None:
-        """An error where the server names fewer tokens at a position than the run asks for."""
+        """An error if the server returns fewer likeliest tokens per position than the run needs; else None."""
         part = self.probe.ids[:2]
         try:
             await api.score(server, ScoreRequest(part, 1, self.top), model=facts.model, deadline=seconds)
@@ -205,7 +208,7 @@ class ServerScorer:
     async def _check_texts(
         self, api: ScoringApi, server: ServerClient, facts: ServerFacts, seconds: float
     ) -> tuple[list[Finding], list[ScoredToken]]:
-        """Compare the texts of tokens; also the scores of the probe tokens but for the first of each part."""
+        """Compare the texts of tokens; also returns the scores of the probe tokens, without the first of each part."""
         ids, size = self.probe.ids, max(2, min(PROBED, facts.max_context or PROBED))
         scored: list[ScoredToken] = []
         compared: list[tuple[int, str, str]] = []
@@ -242,7 +245,7 @@ class ServerScorer:
     async def _check_temperature(
         self, api: ScoringApi, server: ServerClient, facts: ServerFacts, seconds: float
     ) -> list[Finding]:
-        """Score at both temperatures: differences between two tokens at a position are divided by the temperature."""
+        """Compare scores at temperature 1 and at the run's: differences between two log-probs shrink by the latter."""
         part = self.probe.ids[: min(64, facts.max_context or 64)]
         warm, cold = [
             await api.score(server, ScoreRequest(part, 1, 1, one), model=facts.model, deadline=seconds)
@@ -271,7 +274,7 @@ class ServerScorer:
 
 
 async def backend_of(server: ServerClient, seconds: float) -> ScoringApi:
-    """The backend of a server that answers; ServerRefused if it is none that scores given tokens."""
+    """The backend of a server that responds; ServerRefused if it has no API for scoring given tokens."""
     for api in BACKENDS:
         try:
             answer = await server.call("GET", api.identity, "find out which server this is", seconds)
@@ -287,6 +290,6 @@ async def backend_of(server: ServerClient, seconds: float) -> ScoringApi:
 
 
 def distance(one: Sequence[float], other: Sequence[float]) -> float:
-    """Mean difference between two fingerprints, in nats; infinite where they have nothing in common."""
+    """Mean difference between two fingerprints, in nats; infinite if they cannot be compared."""
     gaps = [abs(a - b) for a, b in zip(one, other, strict=False) if math.isfinite(a) and math.isfinite(b)]
     return fmean(gaps) if gaps else math.inf

@@ -1,4 +1,4 @@
-"""Pool of inference servers, in one event loop: requests go to the least loaded; failed ones are left out a while."""
+"""Pool of inference servers in one event loop: the least loaded gets the next request, failed ones are left out."""
 
 import asyncio
 import contextlib
@@ -13,13 +13,13 @@ from covey.engines.servers.protocols import ScoringApi, ServerApi, ServerFacts, 
 from covey.runtime.user_code import warn
 
 T = TypeVar("T")
-Request = Callable[[ServerClient, float], Awaitable[None]]  # to a server, within the seconds
+Request = Callable[[ServerClient, float], Awaitable[None]]  # (server, deadline in seconds)
 ATTEMPTS = 3  # unusable answers to one request before it fails
-LATE = 2  # missed deadlines of one request before it fails: a server that is too slow will be so the next time as well
-QUICK_SECONDS = 15.0  # deadline of health checks and pauses: a server may be busy
-PROBE_SECONDS = 30.0  # for a server to report its properties
+LATE = 2  # missed deadlines of one request before it fails: a server that is too slow stays too slow
+QUICK_SECONDS = 15.0  # deadline of health checks and pauses; long, because a server may be busy
+PROBE_SECONDS = 30.0  # deadline for a server to report its properties
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0  # seconds until a server that failed is checked again, doubled every time
-WATCH_EVERY = 10.0  # seconds between health checks during requests: a server that froze does not break its connections
+WATCH_EVERY = 10.0  # seconds between health checks during requests: a frozen server keeps its connections open
 MISSES = 2  # health checks in a row that must fail before a server loses its requests in flight
 
 
@@ -27,10 +27,10 @@ MISSES = 2  # health checks in a row that must fail before a server loses its re
 class PoolMember:
     server: ServerClient
     facts: ServerFacts
-    version: int | None = None  # of the weights it holds; None: those it was started with
-    up: bool = True  # it may be given requests
+    version: int | None = None  # of the weights it holds; None: it holds the weights it was started with
+    up: bool = True  # it may get requests
     load: int = 0  # completions in flight
-    last_error: str = ""  # text of its last failure; empty if it is healthy, also while it waits for weights
+    last_error: str = ""  # text of its last failure; empty if it is healthy, even if it still lacks weights
     calls: set[asyncio.Task[Any]] = field(default_factory=set)  # requests in flight
     misses: int = 0  # failed health checks in a row
 
@@ -50,7 +50,7 @@ class ServerPool:
     _held: int = 0
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _revivals: dict[PoolMember, asyncio.Task[None]] = field(default_factory=dict)
-    _joining: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # by URL; ended ones were refused
+    _joining: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # by URL; finished tasks: it was refused
     _join_errors: dict[str, str] = field(default_factory=dict)  # last error of servers that are to join, by URL
     _watch: asyncio.Task[None] | None = None
 
@@ -59,10 +59,10 @@ class ServerPool:
         return [member for member in self.members if member.up]
 
     async def run(self, call: Callable[[PoolMember], Coroutine[Any, Any, T]], load: int = 1) -> T:
-        """Send a request to one server; to another one, or the same later, if it fails in a way that may pass.
+        """Send a request to a server; if it fails with an error that may pass, try another server or the same later.
 
-        `call` may be started again from scratch; `load` is its number of completions. Raises a `ServerRefused`, the
-        last `ServerError` of servers that answer, or `NoServerLeft` when all failed and none came back in time.
+        `call` may be started several times; `load` is its number of completions. Raises `ServerRefused`, the last
+        `ServerError` of a server that responds, or `NoServerLeft` if all failed and none came back in time.
         """
         if self._watch is None or self._watch.done():
             self._watch = asyncio.create_task(self._watch_requests())
@@ -80,7 +80,7 @@ class ServerPool:
                 caller = asyncio.current_task()
                 if caller is not None and caller.cancelling():
                     raise
-                # else recalled: the server froze, or its weights are about to change
+                # otherwise `recall` cancelled it: the server froze, or its weights are about to change
             except RETRIED as error:
                 lost += 1
                 if isinstance(error, DeadlineExceeded):
@@ -97,7 +97,7 @@ class ServerPool:
                 if strikes == ATTEMPTS:
                     raise
                 failed.add(member)
-                if type(error) is ServerError:  # HTTP 500: it may be about to die
+                if type(error) is ServerError:  # HTTP 500: the server may be failing
                     self.leave_out(member, error)
             finally:
                 member.calls.discard(task)
@@ -105,7 +105,7 @@ class ServerPool:
                 self._notify()
 
     async def _select(self, load: int, failed: set[PoolMember]) -> PoolMember:
-        """The least loaded member with room, preferably none that failed at this request."""
+        """The least loaded member with room, preferably one that has not failed this request."""
         empty_since: float | None = None
         while True:
             patience: float | None = None
@@ -133,9 +133,10 @@ class ServerPool:
     def follow(
         self, servers: Iterable[ServerClient], obstacle: Callable[[ServerFacts], str | None]
     ) -> list[PoolMember]:
-        """Make `servers` the pool's; returns members that left. Others join once they are up and hold the weights.
+        """Make `servers` the servers of the pool: new ones join once they are up and hold the weights.
 
-        `obstacle` gives the reason why a server with these properties cannot join, if there is one.
+        `obstacle` returns the reason why a server with these properties cannot join, or None. Returns the members that
+        were removed.
         """
         wanted = {server.url: server for server in servers}
         left = [member for member in self.members if member.url not in wanted]
@@ -149,7 +150,7 @@ class ServerPool:
         return left
 
     async def _join(self, server: ServerClient, obstacle: Callable[[ServerFacts], str | None]) -> None:
-        """Wait for a server to be up, and add it to the pool; one that does not suit the run causes a warning."""
+        """Wait for a server to be up and add it to the pool; warn if it does not suit the run."""
         pause, api = FIRST_PAUSE, cast(ServerApi, self.api)  # servers that only score tokens never join
         while True:
             try:
@@ -174,7 +175,7 @@ class ServerPool:
         member.last_error = ""  # it is healthy, and the next update reaches it
 
     def remove(self, member: PoolMember) -> None:
-        """Give a server no more requests; those in flight continue, and start again elsewhere if they fail."""
+        """Send a server no more requests; those in flight continue, and start again elsewhere if they fail."""
         self.members.remove(member)
         member.up = False
         revival = self._revivals.pop(member, None)
@@ -183,7 +184,7 @@ class ServerPool:
         self._notify()
 
     def leave_out(self, member: PoolMember, error: BaseException | str) -> None:
-        """Give a member no more requests until it has recovered; requests in flight continue."""
+        """Send a member no more requests until it has recovered; requests in flight continue."""
         member.last_error = str(error) or type(error).__name__
         member.up = False
         if member not in self._revivals and member in self.members:
@@ -207,11 +208,11 @@ class ServerPool:
                     self.admit(member)
                 else:
                     member.last_error = ""
-            except Exception as error:  # perhaps not the server's, as when a disk is full; it is checked again
+            except Exception as error:  # perhaps not the server's fault, as when a disk is full; it is checked again
                 member.last_error = str(error) or type(error).__name__
 
     async def first_dead(self, members: list[PoolMember]) -> PoolMember:
-        """Check the health of `members` until one of them is dead, and return it."""
+        """Check the health of `members` until one fails `MISSES` checks in a row, and return that one."""
         while True:
             await asyncio.sleep(WATCH_EVERY)
             await asyncio.gather(*(self._check(member) for member in members))
@@ -230,12 +231,15 @@ class ServerPool:
             member.misses = 0
         except ServerError as error:
             member.misses += 1
-            if member.misses >= MISSES and (member.up or member.calls):  # requests outlast being left out
+            if member.misses >= MISSES and (member.up or member.calls):  # a member left out may still have requests
                 self.leave_out(member, error)
                 self.recall([member])
 
     async def each(self, members: list[PoolMember], do: Request, seconds: float | None = None) -> list[PoolMember]:
-        """Members that succeed at a request to all at once; others are left out, and a `ServerRefused` is raised."""
+        """Send `do` to all `members` at once; returns those that succeed and leaves out the others.
+
+        A `ServerRefused` is raised.
+        """
         deadline = QUICK_SECONDS if seconds is None else seconds
         results = await asyncio.gather(*(do(member.server, deadline) for member in members), return_exceptions=True)
         for member, error in zip(members, results, strict=True):
@@ -246,7 +250,7 @@ class ServerPool:
         return [member for member, error in zip(members, results, strict=True) if error is None]
 
     async def hold(self) -> None:
-        """Let requests wait instead of starting, until `unhold`."""
+        """Make new requests wait until `unhold`."""
         self._held += 1
 
     async def unhold(self) -> None:
@@ -260,14 +264,14 @@ class ServerPool:
                 task.cancel()
 
     async def drain(self, members: Iterable[PoolMember], seconds: float) -> None:
-        """Wait for requests in flight to come back, and recall those that do not: they had not begun."""
+        """Wait for the answers of requests in flight, at most `seconds`, and recall the others: they had not begun."""
         calls = [task for member in members for task in member.calls]
         if calls:
             await asyncio.wait(calls, timeout=seconds)
         self.recall(members)
 
     async def reachable(self, until: float, doing: str) -> list[PoolMember]:
-        """Members that can be sent weights; waits for the first one, at most until `until` (monotonic clock)."""
+        """Members that can be sent weights; waits for the first one, at most until `until` (`time.monotonic`)."""
         began = time.monotonic()
         until = min(until, began + self.timeout)
         while all(member.last_error for member in self.members):
@@ -294,10 +298,10 @@ async def probe_all(
     settings: SettingNames,
     timeout: float,
 ) -> list[T]:
-    """`probe(server, seconds)` of each server as soon as it is up, in the order of the servers.
+    """Results of `probe(server, seconds)` for each server as soon as it is up, in the order of the servers.
 
-    `name` is the backend's, for messages. Raises NoServerLeft where some are not up within `timeout` seconds, and what
-    a probe of one that is up raises.
+    `name` is the backend's name in messages. Raises NoServerLeft if some are not up within `timeout` seconds, and any
+    error of a probe of a server that is up.
     """
     found = await asyncio.gather(*(_first_probe(server, probe, timeout) for server in servers))
     lost = {server.url: str(one) for server, one in zip(servers, found, strict=True) if isinstance(one, _NotUp)}

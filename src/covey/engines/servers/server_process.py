@@ -1,4 +1,4 @@
-"""Inference server as a child process, which ends with this one, whatever ends it (`covey.runtime.child_process`)."""
+"""Inference server as a child process, which ends when this process ends for any reason (`runtime.child_process`)."""
 
 import os
 import shlex
@@ -17,7 +17,7 @@ from covey.runtime.child_process import ChildProcess
 TAIL_LINES = 30  # lines of the log that an error repeats: enough for a traceback
 STOP_SECONDS = 10.0  # for a server to end after SIGTERM, before it is killed
 POLL_SECONDS = 0.25
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy could not reach this machine's server
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy: it could not reach this machine
 
 
 class LaunchFailed(RuntimeError):
@@ -33,14 +33,14 @@ class ServerProcess:
     _: KW_ONLY
     log_path: Path  # for its output; folders are created, an older file is replaced
     deadline: float  # seconds until it must be ready
-    # On top of this process's own; the place for an API key, so it is not shown.
+    # Variables added to those of this process. It may hold an API key, so it is not shown.
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     name: str = "the server"  # for messages
     _child: ChildProcess | None = None
     _stop: Callable[[], object] = lambda: None
 
     def start(self) -> "ServerProcess":
-        """Start it and wait until it is ready; after a `LaunchFailed` none of its processes is left running."""
+        """Start the server and wait until it is ready; LaunchFailed if it is not, after its processes were ended."""
         if self.running:
             raise RuntimeError(f"{self.name} runs already (process {self.pid}); stop it before starting it again.")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """vLLM as an engine inside the trainer's process.
 
-One task steps it for the requests of all coroutines. Trainer processes that split the model (tensor parallelism)
-exchange new requests before each step, sample all prompts in lockstep, and each takes its own completions.
+One task runs vLLM's steps for the requests of all coroutines. Trainer processes that share the model (tensor
+parallelism) exchange new requests before each step and sample all prompts in lockstep; each keeps its own completions.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from covey.engines.servers.weights.buckets import BUCKET_BYTES
 from covey.engines.servers.weights.files import write_folder
 from covey.engines.vllm_colocate.process import is_running, repack_heads
 
-# Settings of vLLM's `SamplingParams` that follow from fields of the config, and may not be in its extras.
+# Settings of vLLM's `SamplingParams` that fields of the config determine; generation_kwargs may not have them.
 RESERVED = {
     *("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "n", "seed"),
     *("stop_token_ids", "ignore_eos", "logprobs", "detokenize", "output_kind"),
@@ -49,7 +49,7 @@ class ModelGroup:
         if self._group is None:
             return [message]
         messages: list[Any] = [None] * self.size
-        self.broken = True  # until all have exchanged
+        self.broken = True  # until the exchange is complete
         torch.distributed.all_gather_object(messages, message, group=self._group)
         failed = [rank for rank, sent in enumerate(messages) if sent[0] == FAILED]
         if failed:
@@ -68,9 +68,9 @@ class VllmColocateEngine:
     eos_token_ids: set[int]
     regex: str | None = None  # that every completion must match
     sleep_level: int | None = None  # 1: weights move to host memory; 2: they are discarded, and loaded at wake-up
-    batches: int | None = None  # that weights are gathered in before each is loaded; None: one by one
+    batches: int | None = None  # number of batches in which weights are gathered and loaded; None: one by one
     make_room: Callable[[], AbstractContextManager[Any]] = nullcontext  # frees memory around waking and sleeping
-    group: ModelGroup = field(default_factory=ModelGroup)  # the processes that share the model, this one among them
+    group: ModelGroup = field(default_factory=ModelGroup)  # the processes that share the model, including this one
 
     def __post_init__(self) -> None:
         self._asleep: set[str] = set()
@@ -98,7 +98,7 @@ class VllmColocateEngine:
         self._fall_asleep()
 
     async def generate(self, request: SampleRequest) -> list[Completion]:
-        """Sample `request.n` completions of one prompt; drafts are ignored, which changes no sample."""
+        """Sample `request.n` completions of one prompt; drafts are ignored, which does not change the samples."""
         settings = self._settings(request)
         loop = asyncio.get_running_loop()
         waiting = []
@@ -117,7 +117,7 @@ class VllmColocateEngine:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Wake vLLM within the context; with several processes, until all have their completions."""
+        """Context in which vLLM is awake; with several processes, it ends when all of them have their completions."""
         with self.make_room():
             self._wake_up({"weights", "kv_cache"})
             self._leaving = False
@@ -179,7 +179,7 @@ class VllmColocateEngine:
                 raise
 
     def _step(self, message: str = "") -> bool:
-        """Add new requests, make one step and return finished completions; True when no process needs another step."""
+        """Add new requests, run one step and resolve finished completions; True if no process needs another step."""
         cancelled = [name for name, (done, _) in self._waiting.items() if done.done()]
         for name in cancelled:
             del self._waiting[name]
@@ -252,7 +252,7 @@ class VllmColocateEngine:
 
     def load_weights(self, update: WeightUpdate) -> None:
         if self.vllm.has_unfinished_requests():
-            raise RuntimeError(f"weights of version {update.version} came while vLLM was sampling with older ones.")
+            raise RuntimeError(f"weights of version {update.version} were sent while vLLM sampled with older ones.")
         self._has_weights = self._discarded = False
         self._wake_up({"weights"})
         self._update = update
@@ -326,7 +326,7 @@ class VllmColocateEngine:
             self._discarded, self._has_weights, self._has_base = self._has_weights, False, False
 
     def _wake_up(self, parts: set[str]) -> None:
-        """Allocate these parts of vLLM again; discarded weights are loaded again from the last update."""
+        """Allocate these parts of vLLM again; weights that were discarded are loaded from the last update."""
         sleeping = sorted(parts & self._asleep, reverse=True)  # weights before the cache
         if sleeping:
             self.vllm.wake_up(sleeping)
@@ -357,7 +357,7 @@ def _end_reload(worker: Any) -> None:
 
 
 def expansion_error(ours: Sequence[int], theirs: Sequence[int]) -> RuntimeError:
-    """Error that vLLM has expanded a prompt to other tokens (`theirs`) than the trainer's processor (`ours`)."""
+    """The error for a prompt that vLLM expands to other tokens (`theirs`) than the trainer's processor (`ours`)."""
     first = next(i for i, (a, b) in enumerate(itertools.zip_longest(ours, theirs)) if a != b)
     return RuntimeError(
         f"vLLM expands a prompt with images to {len(theirs)} tokens, and the trainer's processor to {len(ours)};"

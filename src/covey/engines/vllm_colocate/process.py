@@ -1,6 +1,6 @@
-"""Start and stop of vLLM inside this process, without changes to the state of the process.
+"""Start and stop of vLLM inside this process, leaving the state of the process unchanged.
 
-A process has one vLLM at a time, as all of them would share its process groups.
+A process has one vLLM at a time, because two would share its process groups.
 """
 
 import contextlib
@@ -44,9 +44,10 @@ _running: weakref.finalize | None = None  # stops the vLLM of this process, also
 
 
 def start_vllm(arguments: dict[str, Any]) -> Any:
-    """Start a `vllm.LLMEngine` with its worker in this process from `EngineArgs`; an earlier one is stopped.
+    """Start a `vllm.LLMEngine` with its worker in this process; an earlier one is stopped.
 
-    The load format "dummy" preserves constants. RuntimeError, with vLLM's error and advice, if it does not start.
+    `arguments` are those of `vllm.EngineArgs`; the load format "dummy" keeps computed constants. RuntimeError, with
+    vLLM's error and advice, if it does not start.
     """
     global _running
     version = require_vllm()
@@ -75,7 +76,7 @@ def start_vllm(arguments: dict[str, Any]) -> Any:
                 " VLLM_LOGGING_LEVEL=INFO in the environment shows what vLLM does."
             ) from error
     client = engine.engine_core
-    client._finalizer.detach()  # it would end the trainer's process group as well
+    client._finalizer.detach()  # it would destroy the trainer's process group, too
     _running = weakref.finalize(engine, _shut_down, client.engine_core, shared)
     return engine
 
@@ -107,7 +108,7 @@ def _shut_down(core: Any, shared: bool) -> None:
 
 @contextlib.contextmanager
 def preserved_process_state() -> Iterator[None]:
-    """Restore the process-wide state, which vLLM changes, except the variables VLLM_*, which it reads later."""
+    """Context that restores process-wide state that vLLM changes, except the variables VLLM_*, which it reads later."""
     with contextlib.ExitStack() as restored:
         restored.callback(_restore_environment, dict(os.environ))
         restored.callback(random.setstate, random.getstate())
@@ -141,7 +142,7 @@ def _restore_environment(before: dict[str, str]) -> None:
 def repack_heads(model: Any) -> None:
     """Pack the output heads of a vLLM model on a CPU again after new weights.
 
-    vLLM does not pack a head again that is tied to the embedding: the model would continue with its old one.
+    vLLM does not repack a head that is tied to the embedding, so the model would continue with the old head.
     """
     for module in model.modules():
         if type(module).__name__ == "ParallelLMHead" and hasattr(module, "cpu_linear"):
@@ -150,7 +151,7 @@ def repack_heads(model: Any) -> None:
 
 @cache
 def register_dummy_loader() -> str:
-    """Register a load format with random weights and intact buffers; vLLM's own also randomizes computed constants."""
+    """Register a load format with random weights and intact buffers; vLLM's own format also randomizes buffers."""
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 

@@ -1,9 +1,9 @@
 """Requests of SGLang's own server: `/generate` with token ids, and its routes for training, as of release 0.5.23.
 
-- Log-probs are those at the sampling temperature, before top-k, top-p and min-p, with penalties and grammars. A server
-  started with SGLANG_RETURN_ORIGINAL_LOGPROB=1 leaves the temperature out.
-- Seeds count only under `--enable-deterministic-inference`; else the server uses noise of its own.
-- A paused server lets its health check wait too; a failed assertion ends it, as when memory is taken back twice.
+- Log-probs are taken at the sampling temperature, before top-k, top-p and min-p, after penalties and grammars. With
+  SGLANG_RETURN_ORIGINAL_LOGPROB=1 in its environment, a server leaves out the temperature.
+- Seeds have an effect only with `--enable-deterministic-inference`; otherwise the server draws its own random numbers.
+- The health check of a paused server does not answer. A failed assertion ends the server, as when it is woken twice.
 """
 
 import asyncio
@@ -30,14 +30,14 @@ RESERVED = frozenset(
     {"max_new_tokens", "n", "sampling_seed", "stop_token_ids", "ignore_eos", "beam_width", "stream_interval"}
 )
 ROUTED = "Start it with --enable-return-routed-experts, or leave routing_replay unset."
-FLUSH_SECONDS = 5.0  # for the last requests to end, in one attempt to empty the cache
+FLUSH_SECONDS = 5.0  # that one attempt to empty the cache waits for the last requests to end
 
 
 @dataclass(kw_only=True, eq=False)
 class SglangApi:
     """A `ServerApi` for SGLang's server."""
 
-    temperature: float = 1.0  # at any other it matters which log-probs the server reports
+    temperature: float = 1.0  # other than 1, the server must report log-probs that include it
     extra: dict[str, Any] = field(default_factory=dict)  # settings of requests beyond those of `SamplingParams`
     vocab_size: int | None = None  # of the model that is trained; None: not compared
     routes: RouteShape | None = None  # of the model that is trained, where the experts of tokens are read
@@ -62,21 +62,21 @@ class SglangApi:
         return replace(facts, returns_routes=facts.returns_routes and self.routes is not None)
 
     async def check_alive(self, server: ServerClient, deadline: float) -> None:
-        """Check that it answers, which it does while it is paused too; its health check does not."""
+        """Check that it responds, by a route that also works while it is paused, unlike its health check."""
         await model_info(server, deadline)
 
     async def _check_logprobs(self, server: ServerClient, deadline: float) -> None:
         """Sample single tokens to compare the vocabularies, and to check that log-probs include the temperature."""
         last = 0 if self.vocab_size is None else self.vocab_size - 1
-        with same_vocabulary(last):  # only scored: in a prompt, a token outside of the vocabulary would end the server
+        with same_vocabulary(last):  # `last` is only scored: as part of a prompt, an unknown token ends the server
             await self._token(server, 0, 0.0, last, deadline)
         if self.temperature == 1.0 or not last:
             return
-        # Not after token 0: it is often padding, after which all tokens can be equally likely.
+        # Not after token 0, which often is padding: all tokens may be equally likely after it.
         greedy, _ = await self._token(server, last // 2, 0.0, last, deadline)
         (likeliest,), (cold,) = greedy.completion.token_ids, greedy.completion.logprobs or [0.0]
         _, warm = await self._token(server, last // 2, 2.0, likeliest, deadline)
-        if abs(warm - cold) <= 1e-4 and cold <= -1e-3:  # a token that is certain is so at any temperature
+        if abs(warm - cold) <= 1e-4 and cold <= -1e-3:  # nothing can be seen from a token that is certain
             hint = "Start it without SGLANG_RETURN_ORIGINAL_LOGPROB, or sample at temperature 1."
             doing = f"sample at temperature {self.temperature:g}"
             raise ServerRefused(server.url, doing, completions.BEFORE_TEMPERATURE, hint)
@@ -84,7 +84,7 @@ class SglangApi:
     async def _token(
         self, server: ServerClient, after: int, temperature: float, scored: int, deadline: float
     ) -> tuple[SampledChunk, float]:
-        """Sample one token after the prompt `after`; also the log-prob of the token `scored` in its place."""
+        """Sample one token after the prompt `after`; also returns the log-prob of the token `scored` there."""
         doing = "sample a token"
         body = {
             "input_ids": [[after]],
@@ -102,7 +102,7 @@ class SglangApi:
     async def generate(
         self, server: ServerClient, request: SampleRequest, *, model: str, ends: frozenset[int], deadline: float
     ) -> list[SampledChunk]:
-        """Sample `request.n` completions in one request; those that another token than `ends` ended are unfinished."""
+        """Sample `request.n` completions in one request; one that ends with a token not in `ends` is unfinished."""
         body: dict[str, Any] = {
             "input_ids": [unexpanded(request.prompt_ids, request.media)] * request.n,
             "sampling_params": [sampling_params(request.params, seed, ends) for seed in request.seeds],
@@ -123,11 +123,11 @@ class SglangApi:
             chunks = [self._routed(server, request, *pair) for pair in zip(chunks, answer, strict=True)]
         if any(name in request.params.extra for name in completions.STOPS):
             return chunks
-        # The server adds the end tokens of the model's own files to `ends`; ignoring those would ignore `ends` too.
+        # The server also ends at the end tokens of the model's files: `ignore_eos` would make it ignore `ends` as well.
         return [replace(chunk, unfinished=_ends_elsewhere(chunk.completion, ends)) for chunk in chunks]
 
     def _routed(self, server: ServerClient, request: SampleRequest, chunk: SampledChunk, answer: Any) -> SampledChunk:
-        """The chunk with the experts of its tokens: int32 numbers in base64, [tokens, layers, k] without a shape."""
+        """The chunk with the experts of its tokens, which the server sends as flat int32 numbers in base64."""
         if chunk.aborted and not chunk.completion.token_ids:
             return chunk
         assert self.routes is not None, "asked for"
@@ -148,7 +148,7 @@ class SglangApi:
         await server.call("POST", "/continue_generation", "resume", deadline, {})
 
     async def clear_prefix_cache(self, server: ServerClient, deadline: float) -> None:
-        """Empty the prefix cache; repeated until no request uses it, or raises the server's last refusal."""
+        """Empty the prefix cache; retries while requests use it, and raises the server's last refusal in the end."""
         doing, until = "empty the prefix cache", time.monotonic() + deadline
         refused: ServerRefused | None = None
         while True:
@@ -167,7 +167,7 @@ class SglangApi:
             await asyncio.sleep(min(0.1, wait))
 
     async def sleep(self, server: ServerClient, level: int, deadline: float) -> None:
-        """Release memory, also of weights that are backed up in host memory or not needed again (level 2)."""
+        """Release memory; weights too at level 2, or if the server keeps a copy of them in host memory."""
         if server.url in self._released:
             return
         info = await server_info(server, deadline)
@@ -206,7 +206,7 @@ def _ends_elsewhere(completion: Completion, ends: frozenset[int]) -> bool:
 
 def completions_of(server: ServerClient, answer: Any, n: int, doing: str) -> list[SampledChunk]:
     if not isinstance(answer, list) or len(answer) != n:
-        raise BadAnswer(server.url, doing, f"{answer!r:.200} came where {n} completions belong")
+        raise BadAnswer(server.url, doing, f"it returned {answer!r:.200} instead of {n} completions")
     try:
         return [chunk_of(item) for item in answer]
     except ValueError as error:
@@ -214,22 +214,22 @@ def completions_of(server: ServerClient, answer: Any, n: int, doing: str) -> lis
 
 
 def chunk_of(answer: Any) -> SampledChunk:
-    """Completion in an answer of `/generate`; ValueError if tokens or log-probs are missing, or do not match."""
+    """The completion in an answer of `/generate`; ValueError if tokens or log-probs are missing or do not match."""
     meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
     if not isinstance(meta, Mapping):
-        raise ValueError(f"{answer!r:.200} came where a completion with `meta_info` belongs")
+        raise ValueError(f"it returned {answer!r:.200} instead of a completion with `meta_info`")
     reason = meta.get("finish_reason")
     kind = reason.get("type") if isinstance(reason, Mapping) else reason
     if kind not in ("stop", "length", "abort"):
         raise ValueError(f"a completion ended with {reason!r:.100}, and stop, length and abort are known")
     tokens, triples = answer.get("output_ids"), meta.get("output_token_logprobs") or []
     if not isinstance(tokens, list) or not all(isinstance(triple, list) and len(triple) > 1 for triple in triples):
-        raise ValueError(f"{answer!r:.200} came where `output_ids` and log-probs belong")
-    if kind == "abort":  # it may end between a token and its log-prob; such a token is sampled again
+        raise ValueError(f"it returned {answer!r:.200}, without readable `output_ids` and log-probs")
+    if kind == "abort":  # it may end after a token and before its log-prob; such a token is dropped and sampled again
         count = min(len(tokens), len(triples))
         tokens, triples = tokens[:count], triples[:count]
     if [token for _, token, *_ in triples] != tokens:
-        raise ValueError(f"{len(triples)} log-probs came for {len(tokens)} tokens, or for others")
+        raise ValueError(f"it returned {len(triples)} log-probs for {len(tokens)} tokens, or log-probs of other tokens")
     finish = FinishReason.STOP if kind == "stop" else FinishReason.LENGTH
     return SampledChunk(Completion(tokens, [logprob for logprob, *_ in triples], finish), aborted=kind == "abort")
 

@@ -1,6 +1,7 @@
 """Start of an SGLang server (`python -m` this, with its flags) with a key from the environment.
 
-SGLang takes its key from the command line alone, which every user of the machine can read; it is added in the process.
+SGLang reads its key only from the command line, which every user of the machine can see. Here it is added inside the
+process.
 """
 
 import importlib.util
@@ -13,17 +14,17 @@ from collections.abc import Mapping
 from typing import Any
 
 KEY = "SGLANG_API_KEY"  # environment variable with the key; the trainer reads it too
-LOGPROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"  # set, it makes a server leave the temperature out of its log-probs
+LOGPROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"  # if set, a server's log-probs leave out the temperature
 MODULE = "covey.engines.servers.sglang.launch"
 
 
 def command(
     model: str, port: int, device: str, flags: Mapping[str, Any], environ: Mapping[str, str]
 ) -> tuple[list[str], dict[str, str]]:
-    """Command of a server for this machine alone, and the additions to its environment.
+    """Command of a server that only this machine can reach, and the variables to add to its environment.
 
-    `device` "cuda:1" is the second of the GPUs that this process sees. `flags` of SGLang have underscores or dashes;
-    True is a flag without a value.
+    `device` "cuda:1" is the second of the GPUs that this process sees. `flags` are SGLang's, with underscores or
+    dashes; True stands for a flag without a value. ValueError for a device that does not exist.
     """
     kind, _, index = device.partition(":")
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
@@ -45,7 +46,7 @@ def command(
 
 
 def hide_in_logs(key: str) -> None:
-    """Replace the key in log messages of this process: SGLang logs its arguments, into the run's folder."""
+    """Remove the key from log messages of this process: SGLang logs its arguments, into the run's folder."""
     make = logging.getLogRecordFactory()
 
     def record(*args: Any, **kwargs: Any) -> logging.LogRecord:

@@ -1,8 +1,8 @@
 """Log-probs of given tokens from SGLang's own server: input log-probs of `/generate`, as of release 0.5.23.
 
-- The first position of an answer has no log-prob, so it is asked for from the token before the first one on.
+- The first position of an answer has no log-prob, so a request begins one token before the first that is scored.
 - The last id of the vocabulary is reported as 0.
-- SGLang computes these log-probs at temperature 1 whatever a request asks for.
+- SGLang computes these log-probs at temperature 1, whatever temperature a request has.
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ class SglangScoring:
         await model_info(server, deadline)
 
     async def check_token(self, server: ServerClient, model: str, token: int, deadline: float) -> None:
-        """Ask for its log-prob alone: in a prompt, a token outside of the vocabulary would end the server."""
+        """Only ask for the token's log-prob: as part of a prompt, an unknown token would end the server."""
         body = self._body(ScoreRequest([0, 0], 1)) | {"token_ids_logprob": [[token]]}
         await server.call("POST", "/generate", DOING, deadline, body)
 
@@ -66,12 +66,12 @@ class SglangScoring:
 
 
 def _last(server: ServerClient, answer: Any, name: str, count: int) -> list[Any]:
-    """The last `count` places of a list in `meta_info`, one of which is there for each token and the one before."""
+    """The last `count` entries of a list in `meta_info` that has one entry per scored token and one before them."""
     meta = answer[0].get("meta_info") if isinstance(answer, list) and answer and isinstance(answer[0], dict) else None
     places = meta.get(name) if isinstance(meta, Mapping) else None
     if not isinstance(places, list) or len(places) != count + 1:
         shown = len(places) if isinstance(places, list) else places
-        raise BadAnswer(server.url, DOING, f"{shown!r:.100} {name} came for {count} tokens and the one before")
+        raise BadAnswer(server.url, DOING, f"it returned {shown!r:.100} {name} instead of {count + 1}")
     return places[1:]
 
 
@@ -82,7 +82,7 @@ def _scored(server: ServerClient, own: Any, top: Any, token: int) -> ScoredToken
     except (TypeError, ValueError) as error:
         raise BadAnswer(server.url, DOING, f"a position cannot be read: {own!r:.100}, {top!r:.100}") from error
     if reported not in (token, 0):
-        raise BadAnswer(server.url, DOING, f"the log-prob of token {reported!r} came where {token} was sent")
+        raise BadAnswer(server.url, DOING, f"it returned the log-prob of token {reported!r}, but {token} was sent")
     if value is None:
         raise BadAnswer(server.url, DOING, f"the log-prob of token {token} is missing")
     return ScoredToken(as_logprob(value), likeliest, text if isinstance(text, str) and reported == token else None)

@@ -1,4 +1,4 @@
-"""Requests of SGLang servers about weights; an adapter travels inside HTTP requests."""
+"""Requests that send weights to SGLang servers; adapters are sent in the body of HTTP requests."""
 
 import base64
 import hashlib
@@ -20,12 +20,12 @@ from covey.engines.servers.weights import api
 from covey.engines.servers.weights.buckets import Bucket
 from covey.engines.servers.weights.channels import Channel, Group, nccl_that_raises
 
-CLEANUP_SECONDS = 5.0  # for a server to close what a failed update left open
-SPARE_SECONDS = 3600.0  # beyond the deadline here, so that NCCL's own timeout does not come first
+CLEANUP_SECONDS = 5.0  # deadline for a server to clean up after a failed update
+SPARE_SECONDS = 3600.0  # added to the deadline for NCCL's own timeout, so that it never comes first
 
 
 class SglangWeightApi(api.GroupApi):
-    """Requests of SGLang servers about weights; those with replicas or pipelines read files alone."""
+    """Requests that send weights to SGLang servers; servers with replicas or pipelines only read files."""
 
     name = "sglang"
     port_hint = "Choose a free port with sglang_group_port; runs on one machine need one for each server."
@@ -130,7 +130,7 @@ class SglangWeightApi(api.GroupApi):
         return found["model_path"] == model and str(found.get("weight_version")) == api.AS_STARTED
 
     def encode_adapter(self, bucket: Bucket) -> tuple[str, dict[str, str]]:
-        # Copies of their own, or the pickle would hold the whole bucket for each tensor.
+        # Copies, because pickling a view of the bucket would write the whole bucket for each tensor.
         tensors = {name: tensor.detach().cpu().clone() for name, tensor in bucket.tensors().items()}
         checksums = {
             name: hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
@@ -166,10 +166,10 @@ def obstacles_of(info: Mapping[str, Any]) -> dict[str, str]:
 
 
 class SglangGroup(Group):
-    """Rank 0 of a group whose other members are one SGLang server's."""
+    """Rank 0 of a group whose other members are the processes of one SGLang server."""
 
     def __init__(self, backend: str, store: Any, name: str, world_size: int, seconds: float):
-        # The two ends meet under keys of the store that only this private helper knows; the server uses it too.
+        # Both ends must use the same keys of the store; the server gets them from this private helper of SGLang.
         from torch.distributed.distributed_c10d import Backend, _new_process_group_helper
 
         self.backend, self._store = backend, store
@@ -195,5 +195,5 @@ class SglangGroup(Group):
 
 
 def inline(tensors: dict[str, Tensor]) -> str:
-    """A pickle as base64, of functions of torch alone, or the server refuses it."""
+    """Tensors as a pickle in base64; it must name only functions of torch, or the server refuses it."""
     return base64.b64encode(pickle.dumps(tensors)).decode()

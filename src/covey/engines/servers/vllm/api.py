@@ -1,6 +1,6 @@
 """Requests of vLLM's own server: OpenAI-compatible completions with token ids, and its routes for training.
 
-It must be started with `VLLM_SERVER_DEV_MODE=1`, which adds the routes that pause it, empty its prefix cache and take
+It must be started with `VLLM_SERVER_DEV_MODE=1`, which adds the routes that pause it, empty its prefix cache and load
 weights; `covey vllm-serve` does so. See also: `covey.engines.servers.vllm.weights`.
 """
 
@@ -45,7 +45,7 @@ DEV_MODE = (
 class VllmApi:
     """A `ServerApi` for vLLM's server."""
 
-    temperature: float = 1.0  # at any other it matters which log-probs the server reports
+    temperature: float = 1.0  # other than 1, the server must report log-probs that include it
     extra: dict[str, Any] = field(default_factory=dict)  # settings of requests, compared with the server's schema
     vocab_size: int | None = None  # of the model that is trained; None: not compared
     routes: RouteShape | None = None  # of the model that is trained, where the experts of tokens are read
@@ -69,7 +69,7 @@ class VllmApi:
         config = get_path(info, "vllm_config")
         refuse_chunked_prefill(server, config)
         await check_extra(server, self.extra, deadline)
-        # A run that was killed while it sent weights leaves a server paused, with layers that are half loaded.
+        # A run that was killed while it sent weights leaves a server paused, with layers that are partly loaded.
         answer = await self._switch(server, "/is_paused", "ask whether it is paused", deadline, method="GET")
         if get_path(answer, "is_paused"):
             with contextlib.suppress(ServerError):  # no update is open, or it reports what is missing
@@ -94,7 +94,7 @@ class VllmApi:
     async def generate(
         self, server: ServerClient, request: SampleRequest, *, model: str, ends: frozenset[int], deadline: float
     ) -> list[SampledChunk]:
-        """Sample `request.n` completions; completion i has the seed of the first plus i, as vLLM counts."""
+        """Sample `request.n` completions; vLLM gives completion i the seed of the first one plus i."""
         completions.refuse_reserved(request.params.extra, RESERVED)
         if request.media:
             hint = f"Images are sent to {IMAGE_ROUTE}: start vLLM with --enable-scale-out, 0.32 or later."
@@ -150,14 +150,14 @@ class VllmApi:
 
 
 def sampling_settings(request: SampleRequest, ends: frozenset[int]) -> dict[str, Any]:
-    """All sampling settings; completion i has the seed of the first plus i, and `params.extra` takes precedence."""
+    """All sampling settings, with the seed of the first completion; `params.extra` takes precedence."""
     params = request.params
     return {
         "n": request.n,
         "seed": request.seeds[0] % 2**62,
         "max_tokens": params.max_tokens,
         "top_k": params.top_k,
-        "ignore_eos": True,  # the model's own; `stop_token_ids` decide
+        "ignore_eos": True,  # only `stop_token_ids` end a completion, not the model's own token
         "logprobs": 0,
         "skip_special_tokens": False,  # or such tokens would not be found as texts that stop
         **completions.common_settings(params, ends),
@@ -197,7 +197,7 @@ def _sampled(server: ServerClient, choice: dict[str, Any]) -> SampledChunk:
 
 
 def routed_experts(server: ServerClient, choice: dict[str, Any]) -> np.ndarray:
-    """Experts [tokens, layers, k] in a choice: a NumPy file in base64, of the prompt's tokens and the sampled ones."""
+    """Experts [tokens, layers, k] of prompt and sampled tokens; a choice has them as a NumPy file in base64."""
     try:
         return read_bytes(base64.b64decode(str(choice.get("routed_experts")), validate=True))
     except (TypeError, ValueError) as error:
@@ -217,7 +217,7 @@ def image_request(request: SampleRequest, model: str, ends: frozenset[int]) -> d
 
 
 async def check_release(server: ServerClient, deadline: float) -> None:
-    """Refuse a server that is too old, or none of vLLM's."""
+    """Raise ServerRefused for a server that is too old, or is not vLLM's own."""
     doing = "find out which vLLM this is"
     hint = "Is it vLLM's own server (`covey vllm-serve` or `vllm serve`) that listens there?"
     try:
@@ -234,7 +234,7 @@ async def check_release(server: ServerClient, deadline: float) -> None:
 
 
 async def read_world_size(server: ServerClient, deadline: float, doing: str = "ask for its number of processes") -> int:
-    """Number of processes that hold weights; a server without the routes for training is refused."""
+    """Number of processes that hold weights; ServerRefused if the server lacks the routes for training."""
     with advised(DEV_MODE, "HTTP 404", message="it was started without them", doing="use the routes for training"):
         answer = await server.call("GET", "/get_world_size", doing, deadline)
     size = get_path(answer, "world_size")
@@ -254,7 +254,7 @@ async def read_model(server: ServerClient, deadline: float) -> dict[str, Any]:
 
 
 async def check_extra(server: ServerClient, extra: dict[str, Any], deadline: float) -> None:
-    """Look up names in the server's own schema, since it ignores unknown ones."""
+    """Look up the names in the server's schema, because it ignores unknown settings; ServerRefused for one it lacks."""
     if not extra:
         return
     try:
@@ -273,7 +273,7 @@ async def check_extra(server: ServerClient, extra: dict[str, Any], deadline: flo
 async def reports_after_cut(
     server: ServerClient, model: str, vocab_size: int | None, temperature: float, deadline: float
 ) -> bool:
-    """Sample a token with top_k=1: True if its log-prob is 0, that of the distribution after cuts."""
+    """True if the server's log-probs are taken after cuts: then a token sampled with top_k=1 has log-prob 0."""
     token = 0 if vocab_size is None else vocab_size - 1
     body = {
         "model": model, "prompt": [token], "max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 0,
@@ -297,7 +297,7 @@ async def reports_after_cut(
 
 
 def refuse_chunked_prefill(server: ServerClient, config: Any) -> None:
-    """Refuse chunked prefill on a CPU: with a seed it ends vLLM's engine there (0.32), which rewinds its generator."""
+    """Raise ServerRefused for chunked prefill on a CPU, where vLLM's engine (0.32) crashes if a request has a seed."""
     on_cpu = str(get_path(config, "device_config", "device")) == "cpu"
     if on_cpu and get_path(config, "scheduler_config", "enable_chunked_prefill"):
         message = "it runs on a CPU and computes prompts in pieces, which would end it"
@@ -306,7 +306,7 @@ def refuse_chunked_prefill(server: ServerClient, config: Any) -> None:
 
 
 def get_path(record: Any, *path: str) -> Any:
-    """Value in nested JSON objects; None where a name is missing, or stands in something else."""
+    """Value in nested JSON objects; None if a name is missing, or a value on the way is not an object."""
     for name in path:
         record = record.get(name) if isinstance(record, dict) else None
     return record

@@ -1,6 +1,6 @@
-"""Start of a vLLM server that takes weights: options, environment, and the middleware that requires its API key.
+"""Start of a vLLM server that can be sent weights: options, environment, and middleware that requires its API key.
 
-Imports neither torch nor vLLM: the command line prints these, and vLLM's API server loads `RequireKey`.
+Imports neither torch nor vLLM: the command line prints the options, and vLLM's API server loads `RequireKey`.
 """
 
 import hashlib
@@ -10,16 +10,16 @@ import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-OLDEST = (0, 28)  # first release with every route that is used; /weight_info came last
+OLDEST = (0, 28)  # first release with every route that is used; the newest of them is /weight_info
 WORKER = "covey.engines.servers.vllm.worker.CoveyWorker"  # worker extension; importing it registers `BACKEND`
-BACKEND = "covey"  # Covey's backend for vLLM's weight transfer, over gloo, NCCL or CUDA IPC, as the trainer asks for
+BACKEND = "covey"  # Covey's backend for vLLM's weight transfer: gloo, NCCL or CUDA IPC, as the trainer chooses
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}  # opens the routes that take weights
 LORA_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}  # opens the routes that take adapters
 ADAPTERS = 3  # adapter versions that a server keeps: the current one, and those of requests still in flight
 MIDDLEWARE = f"{__name__}.RequireKey"  # value of `--middleware`
 WEIGHT_FLAGS = {"worker-extension-cls": WORKER, "weight-transfer-config": f'{{"backend": "{BACKEND}"}}'}
 LORA_FLAGS = {"max-loras": str(ADAPTERS), "max-cpu-loras": str(ADAPTERS)}  # these go with --enable-lora
-OPEN_PATHS = frozenset({"/health", "/ping"})  # for load balancers, which have no key; they report only that it is up
+OPEN_PATHS = frozenset({"/health", "/ping"})  # open to load balancers, which have no key; they only say that it is up
 
 
 class RequireKey:

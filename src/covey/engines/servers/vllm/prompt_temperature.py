@@ -1,8 +1,9 @@
-"""Log-probs of prompts at the temperature of their request, in vLLM's worker processes: vLLM computes them at 1.
+"""Log-probs of prompts at the temperature of their request, in vLLM's worker processes; vLLM itself computes them at 1.
 
-vLLM has two model runners. The older one computes the logits of one request at a time, the newer one those of all
-requests of a batch in pieces; both make log-probs of them afterwards. The wrappers here divide the logits in between.
-They read attributes that vLLM may rename: a trainer measures the temperature of a teacher before it trusts a server.
+vLLM has two model runners. The older one computes the logits of one request at a time, the newer one computes the
+logits of all requests of a batch in pieces; both then turn logits into log-probs. The wrappers here divide the logits
+in between. They read attributes that vLLM may rename; therefore a trainer measures the temperature that a teacher's
+server applies before using it.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from torch import Tensor
 
 
 def install() -> None:
-    """Wrap the model runners that this vLLM has; one that is built otherwise stays as it is, and the server starts."""
+    """Wrap the model runners of this vLLM; a runner that is built differently is left unchanged without an error."""
     with suppress(Exception):
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -28,13 +29,13 @@ def install() -> None:
 
 
 def temperature_of(sampling_params: Any) -> float:
-    """The temperature that divides logits: 1 for greedy sampling, which asks for 0."""
+    """The temperature that divides logits; 1 for greedy sampling, whose temperature is 0."""
     given = getattr(sampling_params, "temperature", None)
     return float(given) if given else 1.0
 
 
 def wrap_runner(kind: Any) -> None:
-    """The older runner: its method is called once for the requests of each temperature."""
+    """Wrap the older runner: call its method once per temperature, with the requests that have it."""
     compute = kind._get_prompt_logprobs_dict
     if hasattr(compute, "__wrapped__"):
         return
@@ -52,7 +53,7 @@ def wrap_runner(kind: Any) -> None:
         left: dict[str, int] = {}
         try:
             for temperature, group in groups.items():
-                self.num_prompt_logprobs = group  # of which it removes those that are complete
+                self.num_prompt_logprobs = group  # the method removes complete requests from it
                 with divided_logits(self.model, temperature):
                     found |= compute(self, hidden_states, *rest)
                 left |= group
@@ -88,7 +89,7 @@ def divided_logits(model: Any, temperature: float) -> Iterator[None]:
 
 
 def wrap_worker(kind: Any) -> None:
-    """The newer runner's worker: the pieces of a batch come in the order of its tokens."""
+    """Wrap the newer runner's worker, which computes the pieces of a batch in the order of its tokens."""
     add, compute = kind.add_request, kind.compute_prompt_logprobs
     if hasattr(compute, "__wrapped__"):
         return

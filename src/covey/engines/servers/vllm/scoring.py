@@ -1,9 +1,9 @@
 """Log-probs of given tokens from vLLM's own server: `prompt_logprobs` of OpenAI-compatible completions.
 
-- No route for training is needed: a server that `vllm serve` started serves as well.
-- vLLM computes these log-probs at temperature 1 whatever a request asks for; a server that `covey vllm-serve` started
-  applies the temperature of the request (`covey.engines.servers.vllm.worker`).
-- `--max-logprobs`, 20 by default, bounds the tokens that are named at a position.
+- No route for training is needed, so a server started by `vllm serve` can be used, too.
+- vLLM computes these log-probs at temperature 1, whatever temperature a request has; a server started by
+  `covey vllm-serve` applies the temperature of the request (`covey.engines.servers.vllm.worker`).
+- `--max-logprobs`, 20 by default, bounds the number of likeliest tokens per position.
 - The logits of a whole batch of prompt tokens are in memory at once: `--max-num-batched-tokens` bounds them.
 """
 
@@ -32,7 +32,7 @@ class VllmScoring:
         return isinstance(get_path(answer, "version"), str)
 
     async def facts(self, server: ServerClient, deadline: float) -> ServerFacts:
-        """The server's model; the sampled token that a request must ask for takes a place of its context."""
+        """The server's model and context, less one token, because every request must sample one."""
         await check_release(server, deadline)
         model = await read_model(server, deadline)
         longest = model.get("max_model_len")
@@ -65,7 +65,7 @@ class VllmScoring:
             raise BadAnswer(server.url, DOING, f"it gives no prompt_logprobs: {answer!r:.200}") from error
         if not isinstance(places, list) or len(places) != len(request.token_ids):
             shown = len(places) if isinstance(places, list) else places
-            message = f"log-probs of {shown} tokens came for a prompt of {len(request.token_ids)}"
+            message = f"it returned log-probs of {shown} tokens for a prompt of {len(request.token_ids)}"
             raise BadAnswer(server.url, DOING, message)
         first = request.first
         return [
@@ -75,7 +75,7 @@ class VllmScoring:
 
 
 def scored_token(server: ServerClient, place: Any, token: int, top: int) -> ScoredToken:
-    """A position of `prompt_logprobs`: the token's own entry, and those of the likeliest, which it may be among."""
+    """Scores at one position of `prompt_logprobs`, which has entries for the token itself and the likeliest tokens."""
     own = place.get(str(token)) if isinstance(place, dict) else None
     if not isinstance(own, dict):
         message = f"the log-prob of token {token} is missing ({place!r:.100})"

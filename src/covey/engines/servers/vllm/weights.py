@@ -1,6 +1,7 @@
-"""Requests of vLLM servers about weights.
+"""Requests that send weights to vLLM servers.
 
-An adapter is a folder that the server loads, or that one on another machine writes itself, from bytes of the group.
+An adapter is loaded from a folder: one that the trainer wrote, or, on another machine, one that the server's worker
+wrote from bytes that it received over the group.
 """
 
 import contextlib
@@ -25,10 +26,10 @@ log = logging.getLogger(__name__)
 
 
 class VllmWeightApi(api.GroupApi):
-    """Requests of vLLM servers about weights.
+    """Requests that send weights to vLLM servers.
 
-    Buckets go over the group into vLLM's own weight transfer; files are the only method of a `vllm serve` without
-    Covey's worker extension.
+    Buckets are sent over the group into vLLM's own weight transfer; a server without Covey's worker extension can only
+    read files.
     """
 
     name = "vllm"
@@ -144,7 +145,7 @@ class VllmWeightApi(api.GroupApi):
                 raise type(error)(server.url, doing, error.message, self.adapter_hint) from error
 
     async def unload_adapter(self, endpoint: api.WeightEndpoint, name: str, until: api.Deadline) -> None:
-        """Drop an adapter, and the folder that the server wrote for it."""
+        """Unload an adapter, and remove the folder that the server wrote for it."""
         server, doing, body = endpoint.server, f"unload {name}", {"lora_name": name}
         await server.call("POST", "/v1/unload_lora_adapter", doing, until.left(server), body)
         if endpoint.details:
@@ -152,7 +153,7 @@ class VllmWeightApi(api.GroupApi):
 
 
 def _folder(endpoint: api.WeightEndpoint, name: str) -> str:
-    """Name of an adapter's folder: another for each start of a server, and one that nobody can guess."""
+    """Name of an adapter's folder, different for each start of a server and impossible to guess."""
     return f"{name}-{endpoint.start_id}"
 
 

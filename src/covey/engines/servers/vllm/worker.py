@@ -1,7 +1,7 @@
-"""Worker extension that `--worker-extension-cls` loads into vLLM's processes; nothing that arrives is unpickled.
+"""Worker extension that `--worker-extension-cls` loads into vLLM's processes.
 
 It registers a backend of vLLM's weight transfer, adds methods for `/collective_rpc`, and applies the temperature of a
-request to the log-probs of its prompt.
+request to the log-probs of its prompt. It never unpickles data that it receives.
 """
 
 import contextlib
@@ -54,10 +54,10 @@ class Piece(WeightTransferUpdateInfo):
 
 
 class CoveyWeights(WeightTransferEngine[Meeting, Piece]):
-    """Takes a whole model in buckets.
+    """Receives a whole model in buckets.
 
-    vLLM fuses, splits and repacks tensors as it loads them, so what changed is applied to a copy of the checkpoint's
-    tensors in host memory, if the trainer asks to keep one, and whole layers are loaded from that.
+    vLLM fuses, splits and repacks tensors as it loads them. Therefore differences that a trainer sends are applied to a
+    copy of the checkpoint's tensors in host memory, and whole layers are loaded from that copy.
     """
 
     init_info_cls = Meeting
@@ -84,8 +84,8 @@ class CoveyWeights(WeightTransferEngine[Meeting, Piece]):
         version, number = self.expected
         if update_info.number != number or (number and update_info.version != version):
             raise ValueError(
-                f"bucket {update_info.number} of version {update_info.version} came where bucket {number} of version"
-                f" {update_info.version if not number else version} belongs"
+                f"bucket {update_info.number} of version {update_info.version} was sent, but bucket {number} of version"
+                f" {update_info.version if not number else version} is next"
             )
         data = self.receive(update_info.manifest, update_info.seconds)
         if self.receiver is None:
@@ -101,14 +101,14 @@ class CoveyWeights(WeightTransferEngine[Meeting, Piece]):
         return self.channel.receive(int(manifest["nbytes"]), self.device, seconds)
 
     def finish_weight_update(self) -> None:
-        """Put the weights in use. RuntimeError if some are missing: the model is usable, with two versions mixed."""
+        """Put the weights in use. RuntimeError if some are missing; the model then works with two versions mixed."""
         if self.expected is None:
             return
         (version, number), self.expected = self.expected, None
         finalize_layerwise_reload(self.model, self.model_config)
         repack_heads(self.model)
         if number != -1:
-            raise RuntimeError(f"weights of version {version} are incomplete: bucket {number} never came")
+            raise RuntimeError(f"weights of version {version} are incomplete: bucket {number} was never sent")
         if self.receiver is not None:
             self.receiver.finish()
 

@@ -1,6 +1,6 @@
-"""Interface of a backend's weight transfer, the requests that `WeightSender` needs, and the deadlines they end within.
+"""Interface of a backend's weight transfer: the requests that `WeightSender` needs, and their deadlines.
 
-A backend with folders alone overrides four methods; `CheckpointApi` in tests/support/servers/senders.py is one.
+A backend that only reads folders overrides four methods; see `CheckpointApi` in tests/support/servers/senders.py.
 """
 
 import asyncio
@@ -22,14 +22,14 @@ from covey.engines.servers.weights.buckets import Bucket
 from covey.engines.servers.weights.channels import Channel, in_thread, own_address, shared_store
 
 AS_STARTED = "default"  # weight version that vLLM and SGLang report until a trainer sends weights
-ERROR_SECONDS = 5.0  # for a server to report why it left a transfer
-JOIN_SECONDS = 60.0  # for a server to join a group, lest a firewall that drops packets uses up all the time
+ERROR_SECONDS = 5.0  # deadline for a server to report why it ended a transfer
+JOIN_SECONDS = 60.0  # deadline for joining a group, so that a firewall that drops packets does not use up all the time
 
 T = TypeVar("T")
 
 
 class Deadline:
-    """A moment in time, and the work that must end by then."""
+    """A time limit, and the purpose of the work that must end by then, for messages."""
 
     def __init__(self, doing: str, seconds: float):
         self.doing, self.seconds, self.at = doing, seconds, time.monotonic() + seconds
@@ -44,12 +44,12 @@ class Deadline:
 
 @dataclass(frozen=True, eq=False)
 class WeightEndpoint:
-    """A server as `WeightApi.probe` found it."""
+    """A server, and its properties for sending weights (`WeightApi.probe`)."""
 
     server: ServerClient
-    processes: int = 1  # that hold weights
-    start_id: str = ""  # differs between two starts of the server; "" where the server does not report it
-    same_machine: bool = False  # the server certainly runs on this machine
+    processes: int = 1  # number of processes that hold weights
+    start_id: str = ""  # differs between two starts of the server; "" if the server does not report it
+    same_machine: bool = False  # True if the server certainly runs on this machine
     obstacles: dict[str, str] = field(
         default_factory=dict
     )  # reason by method that it does not support, "adapter", "differences"
@@ -57,24 +57,24 @@ class WeightEndpoint:
 
 
 class WeightApi(ABC):
-    """Requests of one backend about weights; each ends within the time that is left until its deadline.
+    """Requests that send weights to one backend; each ends by its deadline.
 
-    A backend with buckets overrides `push` and what it needs of `begin`, `end` and `abandon`, or is a `GroupApi`; one
-    with adapters overrides `has_base`, `load_adapter` and `unload_adapter`. Methods that its `methods` and
-    `adapters_kept` do not promise are never called.
+    A backend that takes buckets overrides `push` and, if it needs them, `begin`, `end` and `abandon`, or is a
+    `GroupApi`. One that takes adapters overrides `has_base`, `load_adapter` and `unload_adapter`. Methods of transfer
+    that `methods` does not list are never called.
     """
 
     name: str  # for messages
-    methods: tuple[str, ...] = ("disk",)  # that may be asked for: "disk", or names of the backend's own for buckets
+    methods: tuple[str, ...] = ("disk",)  # methods of transfer: "disk", or the backend's own names, which take buckets
     automatic: tuple[str, ...] = ("disk",)  # methods that "auto" chooses from, in order of preference
     folder_setting = "the shared folder"  # name of the setting for the folder that servers on other machines see
     method_hint = "Set a folder that the server sees under the same name."  # if it does not support the method
-    reopens_folder = False  # the server may read its last folder again, so that is deleted after the next update only
+    reopens_folder = False  # the server may read its last folder again, so it is deleted only after the next update
     dense = False  # its buckets have no gaps
     takes_differences = (
         False  # its servers can keep a copy of the weights, and be sent what changed (`buckets.Receiver`)
     )
-    bucket_device: torch.device | None = None  # of its buckets; None: that of the policy's tensors
+    bucket_device: torch.device | None = None  # of its buckets; None: the device of the policy's tensors
     adapters_from_disk = False  # servers that share a disk load adapters from a folder; otherwise the bytes are sent
     adapters_kept = 1  # adapter versions that a server keeps: the current one, and those of requests still in flight
     adapter_hint = "Start it with adapters enabled."  # if it takes none
@@ -89,22 +89,21 @@ class WeightApi(ABC):
 
     @abstractmethod
     async def read_version(self, server: ServerClient, deadline: float) -> str:
-        """Version of its weights that the server reports; an update fails where it is not the one that was sent.
+        """Version of its weights that the server reports; an update fails if this is not the version that was sent.
 
-        It also distinguishes a server that still holds this run's weights from one that was restarted, or that another
-        run sends weights to.
+        It also shows whether the server was restarted, or another run has sent it weights.
         """
 
     @abstractmethod
     async def write_version(self, server: ServerClient, version: str, deadline: float) -> None:
-        """Record the version of the server's weights, a text that lasts as long as they do."""
+        """Make the server record the version of its weights, which it forgets when it loses them."""
 
     async def join_group(self, endpoint: WeightEndpoint, on_gpu: bool, until: Deadline) -> Channel | None:
-        """Connect to the server, for buckets on a GPU or not; None where requests carry the bytes."""
+        """Connect to the server to send buckets (`on_gpu`: from a GPU); None if requests carry the bytes."""
         return None
 
     async def begin(self, endpoint: WeightEndpoint, until: Deadline) -> None:
-        """Open the server for an update; one that another trainer left open is closed first."""
+        """Begin an update at the server; an update that another trainer left open is closed first."""
         return None
 
     async def push(
@@ -118,7 +117,7 @@ class WeightApi(ABC):
         return None
 
     async def abandon(self, endpoint: WeightEndpoint) -> None:
-        """Close what a failed update left open; raises nothing."""
+        """Clean up after a failed update; raises nothing."""
         return None
 
     async def has_base(self, endpoint: WeightEndpoint, model: str | None, until: Deadline) -> bool:
@@ -126,17 +125,17 @@ class WeightApi(ABC):
         return False
 
     def encode_adapter(self, bucket: Bucket) -> Any:
-        """Form of an adapter's bytes that `load_adapter` takes; computed once for all servers, in a thread."""
+        """An adapter in the form that `load_adapter` takes; computed once for all servers, in a thread."""
         return bucket
 
     async def load_adapter(
         self, endpoint: WeightEndpoint, name: str, config: Any, source: Any, channel: Channel | None, until: Deadline
     ) -> None:
-        """Load an adapter from a folder, or from what `encode_adapter` made; `channel` is for bytes beyond requests."""
+        """Load an adapter from a folder or from the result of `encode_adapter`, whose bytes `channel` may carry."""
         raise NotImplementedError(f"{self.name} takes no adapters, and one was sent")
 
     async def unload_adapter(self, endpoint: WeightEndpoint, name: str, until: Deadline) -> None:
-        """Drop an adapter that no request samples from."""
+        """Unload an adapter that no request samples from."""
         return None
 
 
@@ -152,9 +151,10 @@ class Rendezvous:
 
 
 class GroupApi(WeightApi):
-    """Base of backends that take buckets over a group of processes: the trainer broadcasts, requests announce.
+    """Base of backends that take buckets over a process group: requests announce buckets, the trainer broadcasts them.
 
-    `port` is where servers join it (0: free ports), and the next ones for further servers unless they share it.
+    `port` is the port at which servers join the group (0: free ports); further servers use the next ports, unless they
+    can share one.
     """
 
     methods = automatic = ("group", "disk")
@@ -167,21 +167,21 @@ class GroupApi(WeightApi):
 
     @abstractmethod
     def group_backend(self, endpoint: WeightEndpoint, on_gpu: bool) -> str:
-        """Either "gloo" or "nccl"."""
+        """Backend of the process group: "gloo" or "nccl"."""
 
     @abstractmethod
     async def invite(self, endpoint: WeightEndpoint, where: Rendezvous, seconds: float) -> None:
-        """Ask the server to join; it answers when the group has formed."""
+        """Ask the server to join; the request returns when the group has formed."""
 
     @abstractmethod
     def form_group(self, where: Rendezvous, store: Any, seconds: float) -> Channel:
-        """The trainer's end of the group, whose members meet at `store`."""
+        """Form the group, whose members meet at `store`; returns the trainer's end."""
 
     @abstractmethod
     async def announce(
         self, endpoint: WeightEndpoint, bucket: Bucket, version: int, doing: str, seconds: float
     ) -> None:
-        """Ask the server to take a bucket from the group."""
+        """Ask the server to receive a bucket over the group."""
 
     async def join_group(self, endpoint: WeightEndpoint, on_gpu: bool, until: Deadline) -> Channel:
         server = endpoint.server
@@ -228,7 +228,7 @@ def listen_for(server: ServerClient, port: int, hint: str) -> tuple[str, Any]:
 
 
 async def together(server: ServerClient, doing: str, request: Awaitable[T], transfer: Callable[[], object]) -> T:
-    """Result of a request, run with the transfer it announces; both must succeed, or a `ServerError` is raised."""
+    """Result of a request, run together with the transfer that it announces; `ServerError` unless both succeed."""
     asked = asyncio.ensure_future(request)
     moved = asyncio.ensure_future(in_thread(transfer))
     try:
@@ -260,9 +260,10 @@ async def meet(
     request: Callable[[float], Awaitable[Any]],
     join: Callable[[float], Channel],
 ) -> Channel:
-    """Form a group of a server, which `request` asks to connect to `where`, and this process, which calls `join`.
+    """Form a group with a server: `request` asks it to connect to `where`, while this process calls `join`.
 
-    Both get their seconds, `JOIN_SECONDS` at most. Returns the result of `join`; raises `GroupNotJoined` after those.
+    Both are given the remaining seconds, at most `JOIN_SECONDS`. Returns the result of `join`; `GroupNotJoined` if the
+    server does not connect in time.
     """
     seconds = min(JOIN_SECONDS, until.left(server))
     ends = time.monotonic() + seconds

@@ -1,6 +1,6 @@
 """Buckets: tensors packed into flat buffers, with a JSON manifest that both ends check; pure torch.
 
-A tensor is in a bucket whole, or as its difference from the one that the server holds (`weights.differences`).
+A bucket has tensors as a whole, or as differences from the tensors that the server holds (`weights.differences`).
 """
 
 import zlib
@@ -16,27 +16,27 @@ from torch import Tensor
 from covey.core.engine import TensorSpec, WeightUpdate
 from covey.engines.servers.weights.differences import ALIGNED, HeldWeights, Section, aligned, sections_of
 
-BUCKET_BYTES = 128 * 2**20  # large enough that requests cost little, small enough that two fit next to any model
-ROW = 8192  # bytes summed into one number of a checksum
+BUCKET_BYTES = 128 * 2**20  # large, so that requests cost little; small, so that two fit next to any model
+ROW = 8192  # bytes that are summed into one number of a checksum
 
 
 @dataclass(frozen=True, slots=True)
 class BucketEntry:
-    """A tensor in a bucket: whole, or, with `sections`, as the difference from the one that the server holds."""
+    """A tensor in a bucket: whole, or with `sections` as the difference from the tensor that the server holds."""
 
     spec: TensorSpec
     offset: int
-    checksum: int  # of the whole tensor, also of one that travels as a difference
-    nbytes: int  # in the bucket
+    checksum: int  # of the whole tensor, even if only a difference is sent
+    nbytes: int  # bytes that it takes in the bucket
     sections: tuple[Section, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """Contents before and after an update, of a server that holds a copy of the weights (`HeldWeights.label`)."""
+    """Labels of a server's copy of the weights before and after an update (`HeldWeights.label`)."""
 
     becomes: str
-    base: str | None = None  # which the tensors are differences from; None: they are whole
+    base: str | None = None  # content that the tensors are differences from; None: they are whole
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Bucket:
         return f"bucket {self.number + 1} of {self.count}: {names}"
 
     def manifest(self) -> dict[str, Any]:
-        """JSON that announces the bucket; `labels` and the fields of differences are there only where they apply."""
+        """JSON that announces the bucket; it has `labels` and fields of differences only if they apply."""
         tensors = []
         for entry in self.entries:
             item = {
@@ -81,9 +81,9 @@ Buckets = Generator[Bucket, None, None]
 
 @dataclass(eq=False)
 class Receiver:
-    """A server's end of updates in buckets, with a copy of the weights in host memory where the trainer asks for it."""
+    """A server's end of updates in buckets; it keeps a copy of the weights in host memory if a trainer asks for it."""
 
-    folder: Path | None = None  # where processes of the server share that copy
+    folder: Path | None = None  # where processes of the server share the copy
     held: HeldWeights | None = None
 
     def take(self, manifest: dict[str, Any], data: Tensor, number: int) -> list[tuple[str, Tensor]]:
@@ -104,16 +104,16 @@ class Receiver:
 
 
 def _checked_label(label: Any) -> str:
-    """The same; ValueError for one that could be more than the end of a file's name."""
+    """The label itself; ValueError if it has characters that are not safe in a file name."""
     if not str(label).isalnum():
-        raise ValueError(f"{label!r} is no label of weights: letters and digits are allowed")
+        raise ValueError(f"{label!r} is not a label of weights: only letters and digits are allowed")
     return str(label)
 
 
 def unpack(manifest: dict[str, Any], data: Tensor, held: HeldWeights | None = None) -> list[tuple[str, Tensor]]:
-    """Whole tensors of a bucket, views of it or on its device; with `held`, that is brought to them.
+    """Whole tensors of a bucket, as views of `data` or on its device; `held` is updated to them.
 
-    ValueError if the manifest is invalid, or the bytes do not match it. Then `held` may be spoilt.
+    ValueError if the manifest is invalid, or the bytes do not match it. After an error `held` may be inconsistent.
     """
     entries = []
     try:
@@ -131,12 +131,12 @@ def unpack(manifest: dict[str, Any], data: Tensor, held: HeldWeights | None = No
         if entry.offset < 0 or entry.offset % ALIGNED or not 0 <= entry.nbytes <= size - entry.offset:
             raise ValueError(f"{entry.spec.name!r} does not lie within the {size} bytes that its manifest announces")
     if data.numel() != size:
-        raise ValueError(f"{data.numel()} bytes came where the manifest announces {size}")
+        raise ValueError(f"{data.numel()} bytes were sent, but the manifest announces {size}")
     return [(entry.spec.name, _unpacked(entry, data, held)) for entry in entries]
 
 
 def _unpacked(entry: BucketEntry, data: Tensor, held: HeldWeights | None) -> Tensor:
-    """A whole tensor, compared with its checksum."""
+    """A whole tensor; ValueError if it does not match its checksum."""
     spec = entry.spec
     if entry.sections is None:
         tensor = _view(data, entry.offset, spec)
@@ -145,7 +145,7 @@ def _unpacked(entry: BucketEntry, data: Tensor, held: HeldWeights | None) -> Ten
             held.keep(spec.name, tensor)
         return tensor
     if held is None:
-        raise ValueError(f"a difference of {spec.name!r} came, and this process holds no weights")
+        raise ValueError(f"a difference of {spec.name!r} was sent, but this process holds no weights")
     tensor = held.decode(spec, entry.sections, data[entry.offset : entry.offset + entry.nbytes].cpu())
     check(spec.name, tensor, entry.checksum)
     return tensor.to(data.device)
@@ -158,7 +158,7 @@ def check(name: str, tensor: Tensor, expected: int) -> None:
 
 
 def checksum(tensor: Tensor) -> int:
-    """CRC of the row and column sums of the bytes as 64-bit integers, and of the rest; only sums leave a GPU."""
+    """CRC of the row and column sums of the bytes, read as 64-bit integers, and of the rest; a GPU sends only sums."""
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     rows = len(flat) // ROW
     words = flat[: rows * ROW].view(torch.int64).view(rows, ROW // 8)
@@ -177,10 +177,10 @@ def pack(
 ) -> Buckets:
     """Pack an update into buckets of at most `bucket_bytes` (or one tensor), in two alternating buffers.
 
-    A bucket is valid until the next but one is packed, so one can be sent while the next is filled. With `dense`, for
-    receivers that expect no gaps, a tensor that would not begin at a multiple of `ALIGNED` begins the next bucket, and
-    a bucket ends with its last tensor. `labels` go into the manifests; with `held`, the trainer's copy, tensors are
-    differences from it where `labels` name a base, and it is brought to the update.
+    A bucket is valid until the second one after it is packed, so that one can be sent while the next is filled. `dense`
+    is for receivers that expect no gaps: a tensor that would not begin at a multiple of `ALIGNED` begins the next
+    bucket, and a bucket ends with its last tensor. `labels` are written into the manifests. If they name a base,
+    tensors are sent as differences from `held`, the trainer's copy, which is updated.
     """
     plan = planned(update.specs, bucket_bytes, dense=dense)
     largest = max((sum(aligned(spec.nbytes) for spec in specs) for specs in plan), default=0)
@@ -233,6 +233,6 @@ def _view(data: Tensor, offset: int, spec: TensorSpec) -> Tensor:
 
 
 def dtype_named(name: Any) -> torch.dtype | None:
-    """Number format of torch, with or without "torch." before its name; None for any other name."""
+    """Torch dtype of a name, with or without "torch."; None for any other name."""
     found = getattr(torch, str(name).removeprefix("torch."), None)
     return found if isinstance(found, torch.dtype) else None

@@ -1,6 +1,6 @@
-"""Channels for flat buffers of bytes from a trainer to the processes of a server, with both ends: gloo or NCCL.
+"""Channels that send flat buffers of bytes from a trainer to the processes of a server, over gloo or NCCL: both ends.
 
-Groups do not touch torch's global process group of either end, and every operation on them has a deadline.
+Their process groups are independent of torch's global process group, and every operation on them has a deadline.
 """
 
 import asyncio
@@ -37,10 +37,10 @@ class Channel(Protocol):
 
 
 class Group:
-    """A process group of one trainer, rank 0, and one server, which meet under `name` on a store: gloo or NCCL."""
+    """A gloo or NCCL process group of one trainer (rank 0) and one server, which meet under `name` in a store."""
 
     def __init__(self, backend: str, store: Any, name: str, rank: int, world_size: int, address: str, seconds: float):
-        self.backend, self._store = backend, store  # which `shared_store` returns as long as a group needs it
+        self.backend, self._store = backend, store  # keeps the store alive for `shared_store`
         own = dist.PrefixStore(name, store)
         _gather_members(own, rank, world_size, seconds)
         timeout = timedelta(seconds=seconds)
@@ -59,7 +59,7 @@ class Group:
         self._broadcast(data.cpu() if self.backend == "gloo" else data, seconds)
 
     def receive(self, nbytes: int, device: torch.device, seconds: float) -> Tensor:
-        """Receive rank 0's broadcast into a new buffer, since loading may keep views of it for a while."""
+        """Receive rank 0's broadcast into a new buffer, because loading may keep views of an earlier one."""
         where = torch.device("cpu") if self.backend == "gloo" else device
         data = torch.empty(nbytes, dtype=torch.uint8, device=where)
         self._broadcast(data, seconds)
@@ -71,7 +71,7 @@ class Group:
             group.abort()
 
     def _broadcast(self, data: Tensor, seconds: float) -> None:
-        # A reference is kept here: destroying a gloo group waits for its operations, and holds the GIL meanwhile.
+        # Keep a reference: destroying a gloo group waits for its operations while it holds the GIL.
         group = self._group
         if group is None:
             raise RuntimeError("the connection was closed")
@@ -90,7 +90,7 @@ class Group:
 
 
 def _gather_members(store: Any, rank: int, world_size: int, seconds: float) -> None:
-    """Wait for all members, so that the creation of the group does not: torch holds the GIL while it does."""
+    """Wait for all members before the group is created, because torch would wait for them while holding the GIL."""
     store.set(f"here/{rank}", "")
     until = time.monotonic() + seconds
     for other in range(world_size):
@@ -102,9 +102,9 @@ def _gather_members(store: Any, rank: int, world_size: int, seconds: float) -> N
 
 @contextmanager
 def nccl_that_raises() -> Iterator[None]:
-    """Context in which new NCCL groups raise when a wait expires; torch's default is to end the process."""
+    """Context in which new NCCL groups raise an error on a timeout; torch's default is to end the process."""
     wanted = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-    with _environment:  # groups of several servers form at once, in a thread each; members connect later
+    with _environment:  # a lock: groups of several servers form at once, each in a thread
         before = {name: os.environ.get(name) for name in wanted}
         os.environ.update(wanted)
         try:
@@ -120,7 +120,7 @@ _environment = threading.Lock()
 
 
 def join(channel: str, address: str, port: int, name: str, rank: int, world_size: int, seconds: float) -> Group:
-    """Server's end of a channel to the trainer at `address` and `port`; RuntimeError if that is not there in time."""
+    """The server's end of a channel to the trainer at `address` and `port`; RuntimeError if it is not there in time."""
     if channel not in CHANNELS:
         raise ValueError(f"channel {channel!r} is not known; choose one of: {', '.join(CHANNELS)}")
     store = dist.TCPStore(address, port, None, False, timedelta(seconds=seconds), wait_for_workers=False)
@@ -128,7 +128,7 @@ def join(channel: str, address: str, port: int, name: str, rank: int, world_size
 
 
 def open_store(address: str, port: int, seconds: float) -> Any:
-    """Store for a group's members to meet, listening on `address` alone; OSError if the port is taken."""
+    """A store where a group's members meet, listening only on `address`; OSError if the port is taken."""
     family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
     with socket.create_server((address, port), family=family, backlog=128) as listening:
         port, fd = listening.getsockname()[1], listening.detach()
@@ -137,7 +137,7 @@ def open_store(address: str, port: int, seconds: float) -> Any:
 
 
 def shared_store(address: str, port: int) -> Any:
-    """`open_store`, or the store that is open there already: a failed trainer keeps its port until it is collected."""
+    """`open_store`, or the store that this process has already opened there and has not freed yet."""
     store = _shared.get((address, port))
     if store is None:
         store = open_store(address, port, seconds=60.0)
@@ -150,7 +150,7 @@ _shared: WeakValueDictionary[tuple[str, int], Any] = WeakValueDictionary()
 
 
 def own_address(host: str, port: int) -> str:
-    """Address of this machine as `host` sees it, or OSError without a route to it; no packet is sent."""
+    """Address of this machine as `host` sees it; OSError without a route to `host`. No packet is sent."""
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)
@@ -158,13 +158,13 @@ def own_address(host: str, port: int) -> str:
 
 
 def boot_id() -> str | None:
-    """Id that processes under the same running kernel share; None where the system has none."""
+    """Id that all processes on the same running kernel share; None if the system has none."""
     file = Path("/proc/sys/kernel/random/boot_id")
     return file.read_text().strip() if file.is_file() else None
 
 
 async def in_thread(work: Callable[[], T]) -> T:
-    """Run `work` in a daemon thread of its own, with this thread's current GPU (torch keeps one for each thread)."""
+    """Run `work` in a new daemon thread, with this thread's current GPU (torch has one per thread)."""
     worker = WorkerThread("covey-weights", torch_settings())
     future = worker.submit(work)
     worker.close()
@@ -172,7 +172,7 @@ async def in_thread(work: Callable[[], T]) -> T:
 
 
 async def all_of(awaitables: Any) -> None:
-    """Wait for all to end, then raise the first error."""
+    """Wait for all awaitables to end, then raise the first error."""
     for result in await asyncio.gather(*awaitables, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result

@@ -1,10 +1,9 @@
 """Weights as differences: positions and new bits of the numbers that changed since the last update; pure torch.
 
-A tensor is encoded in sections of `SECTION` numbers. A section is the new bits of its changed numbers, in order,
-followed by their positions, or all its numbers where that is shorter. Positions are a bit for each number (`mask`), or
-the count of unchanged numbers before each changed one, as words of one or two bytes (`gaps1`, `gaps2`): a word of all
-ones adds its value and continues in the next word. Bits are compared, so 0.0 and -0.0 differ, and NaNs are sent as they
-are.
+A tensor is encoded in sections of `SECTION` numbers. A section has the new bits of its changed numbers, in order, and
+then their positions; or all its numbers, if that is shorter. Positions are one bit per number (`mask`), or the count of
+unchanged numbers before each changed one, in words of one or two bytes (`gaps1`, `gaps2`), where a word of all ones is
+added to the next word. Numbers are compared by their bits, so 0.0 and -0.0 differ, and NaNs are sent unchanged.
 """
 
 import logging
@@ -21,8 +20,8 @@ from covey.core.engine import TensorSpec
 
 log = logging.getLogger(__name__)
 
-ALIGNED = 16  # tensors and sections begin at a multiple of so many bytes, so that any dtype can be read in place
-SECTION = 2**24  # numbers encoded at once, which bounds the memory for their positions (8 bytes for each changed one)
+ALIGNED = 16  # tensors and sections begin at multiples of this many bytes, so that any dtype can be read in place
+SECTION = 2**24  # numbers encoded at once, which bounds the memory for their positions (8 bytes per changed number)
 WIDTHS = {"gaps1": 1, "gaps2": 2}  # bytes of a word
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number; any other is compared byte by byte
 
@@ -37,14 +36,14 @@ class Section(NamedTuple):
 
 @dataclass(eq=False)
 class HeldWeights:
-    """A copy, in host memory, of the weights that a server was last sent: the trainer and the server have one each.
+    """A copy, in host memory, of the weights that a server was last sent; the trainer and the server have one each.
 
-    With a `folder`, which lies in memory, all processes of a server on one machine share one copy: each writes the same
-    bits to the same places. Its files have no names any more once an update is complete, so none outlives the server.
+    With a `folder` of a file system in memory, all processes of a server on one machine share one copy: each writes the
+    same bits to the same places. The files are unlinked once an update is complete, so none outlives the server.
 
     Attributes:
-        label: random name of their content, the same at both ends; None while it changes, and after a failure. A
-            difference is only made to, and applied to, weights of a known label.
+        label: random name of the copy's content, equal at both ends; None while the content changes, and after a
+            failure. Differences are made from, and applied to, only content with a known label.
         tensors: by name, in the order and number formats that they were sent in.
     """
 
@@ -55,16 +54,19 @@ class HeldWeights:
     _files: list[Path] = field(default_factory=list)
 
     def begin(self, base: str | None, becomes: str) -> None:
-        """Expect differences to the content `base`, or whole tensors (None); ValueError if another content is held."""
+        """Start an update: differences from the content `base`, or whole tensors (None).
+
+        ValueError if the content held is not `base`.
+        """
         if base is not None and base != self.label:
-            raise ValueError(f"differences to weights {base} came, and this process holds {self.label}")
+            raise ValueError(f"differences to weights {base} were sent, but this process holds {self.label}")
         self._remove_files()
         self.label, self._becomes = None, becomes
         if base is None:
             self.tensors = {}
 
     def finish(self) -> None:
-        """Hold the new content, of which every tensor was taken."""
+        """End an update of which every tensor was taken: the new content has its label now."""
         self._remove_files()
         self.label = self._becomes
 
@@ -73,7 +75,7 @@ class HeldWeights:
         self.tensors[name] = self._room(tensor).copy_(tensor.detach())
 
     def _room(self, like: Tensor) -> Tensor:
-        """Memory for a tensor, shared with other processes where that is asked for and the folder has room."""
+        """Memory for a tensor, shared with other processes if there is a folder and it has room."""
         if self.folder is not None and like.nbytes:
             path = self.folder / f"covey-{self._becomes}-{len(self.tensors)}"
             try:
@@ -90,7 +92,7 @@ class HeldWeights:
         return torch.empty(like.shape, dtype=like.dtype)
 
     def _remove_files(self) -> None:
-        """Take the names of the files away; the memory stays as long as a process uses it."""
+        """Unlink the files; their memory stays as long as a process uses it."""
         for path in self._files:
             path.unlink(missing_ok=True)
         self._files = []
@@ -98,8 +100,8 @@ class HeldWeights:
     def encode(self, name: str, tensor: Tensor, out: Tensor) -> tuple[tuple[Section, ...], int]:
         """Write the difference of a tensor from the held one into `out`, and hold the new one.
 
-        `out` has the tensor's bytes, rounded up to a multiple of `ALIGNED`, on its device: more are never needed.
-        Returns the sections and the bytes that they take.
+        `out` has the size of the tensor in bytes, rounded up to a multiple of `ALIGNED`, and is on the tensor's device;
+        a difference is never larger. Returns the sections and the bytes that they take.
         """
         old, new, used = bits_of(self.tensors[name]), bits_of(tensor), 0
         sections = []
@@ -116,13 +118,13 @@ class HeldWeights:
         return tuple(sections), used
 
     def decode(self, spec: TensorSpec, sections: tuple[Section, ...], data: Tensor) -> Tensor:
-        """Apply a difference [bytes] to the held tensor, and return that; ValueError if it cannot belong to it."""
+        """Apply a difference [bytes] to the held tensor, and return the tensor; ValueError if they do not fit."""
         name, whole = spec.name, self.tensors.get(spec.name)
         if whole is None or (tuple(whole.shape), whole.dtype) != (spec.shape, spec.dtype):
-            raise ValueError(f"a difference of {name!r} {list(spec.shape)} came, which this process does not hold")
+            raise ValueError(f"a difference of {name!r} {list(spec.shape)} was sent, but no such tensor is held here")
         held, used = bits_of(whole), 0
         if len(sections) != -(-len(held) // SECTION):
-            raise ValueError(f"{len(sections)} sections came for the {len(held)} numbers of {name!r}")
+            raise ValueError(f"{len(sections)} sections were sent for the {len(held)} numbers of {name!r}")
         for number, section in enumerate(sections):
             target = held[number * SECTION : (number + 1) * SECTION]
             size = section.changed * held.element_size()
@@ -144,7 +146,7 @@ class HeldWeights:
 
 
 def _allocate(path: Path, nbytes: int) -> None:
-    """Make room in a file of this user, or OSError where there is none: writing to it then would end the process."""
+    """Reserve room in a file of this user; OSError if there is none, as writing to the mapped file would then crash."""
     opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(opened, 0, nbytes)
@@ -156,7 +158,7 @@ def _allocate(path: Path, nbytes: int) -> None:
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """Numbers of a tensor in one row, as integers of the same bits; a view where it is contiguous."""
+    """Numbers of a tensor as a flat tensor of integers with the same bits; a view if the tensor is contiguous."""
     return tensor.detach().reshape(-1).view(BITS.get(tensor.element_size(), torch.uint8))
 
 
@@ -165,7 +167,7 @@ def aligned(nbytes: int) -> int:
 
 
 def sections_of(items: Any) -> tuple[Section, ...]:
-    """Sections in a manifest; TypeError if they are none."""
+    """Sections in a manifest; TypeError if `items` are not sections."""
     try:
         return tuple(Section(str(kind), int(changed), int(nbytes)) for kind, changed, nbytes in items)
     except ValueError as error:
@@ -173,7 +175,7 @@ def sections_of(items: Any) -> tuple[Section, ...]:
 
 
 def _encode(old: Tensor, new: Tensor) -> tuple[Section, Tensor | slice, Tensor]:
-    """Shortest section for the integers `new` [n] where `old` [n] is known; what it sends, and positions [bytes]."""
+    """Shortest section for the integers `new` [n], given `old` [n]; the indexes it sends, and positions [bytes]."""
     differs = old != new
     where = differs.nonzero().view(-1)  # [changed]
     changed = len(where)
@@ -189,7 +191,7 @@ def _encode(old: Tensor, new: Tensor) -> tuple[Section, Tensor | slice, Tensor]:
 
 
 def _positions(section: Section, packed: Tensor, n: int) -> Tensor:
-    """Positions [changed] that a section encodes, among `n` numbers; ValueError if they are not as announced."""
+    """Positions [changed] that a section encodes, among `n` numbers; ValueError if they do not fit the section."""
     if section.kind == "mask":
         flags = (packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1
         where = flags.view(-1).nonzero().view(-1)
@@ -213,7 +215,7 @@ def _largest(width: int) -> int:
 
 
 def _pack_gaps(gaps: Tensor, width: int) -> Tensor:
-    """Words of `width` bytes: 300 as words of one byte is 255, 45 (255 + 45); 255 is 255, 0."""
+    """Gaps as words of `width` bytes: in words of one byte, 300 is (255, 45) and 255 is (255, 0)."""
     if not len(gaps):
         return gaps.to(torch.uint8)
     largest = _largest(width)
@@ -224,7 +226,7 @@ def _pack_gaps(gaps: Tensor, width: int) -> Tensor:
 
 
 def _unpack_gaps(data: Tensor, width: int) -> Tensor:
-    """Positions from `_pack_gaps`: the sum of all words so far, and one for each changed number before."""
+    """Positions from the words of `_pack_gaps`: the sum of all words so far, plus the number of changed ones before."""
     split = data.view(-1, width).long()
     words = split[:, 0] if width == 1 else split[:, 0] + (split[:, 1] << 8)
     last = (words != _largest(width)).nonzero().view(-1)

@@ -22,7 +22,7 @@ MANIFEST = "covey_manifest.json"
 
 @dataclass(eq=False)
 class CheckpointDir:
-    """Directory for weight folders of its own in `folder` (None: a temporary one), removed with this object."""
+    """A new directory for weight folders, inside `folder` (None: temporary), which is removed with this object."""
 
     folder: str | None
     _remove: Callable[[], object] = lambda: None

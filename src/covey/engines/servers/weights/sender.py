@@ -1,4 +1,4 @@
-"""Weight path from the trainer to inference servers, the same for every backend; the requests are a `WeightApi`'s."""
+"""Sending of weights from the trainer to inference servers, the same for every backend (a `WeightApi`)."""
 
 import asyncio
 import logging
@@ -29,13 +29,13 @@ Failures = list[tuple[WeightEndpoint, BaseException]]
 
 @dataclass(eq=False)
 class WeightSender:
-    """Brings the servers of one backend to a version of the policy; ValueError for an unknown method."""
+    """Sends versions of the policy to the servers of one backend; ValueError for an unknown method."""
 
     api: WeightApi
-    method: str = "auto"  # or one of `api.methods`; "auto": the first of `api.automatic` that servers support
-    folder: str | None = None  # for files, seen by servers on other machines; None: temporary, for this machine
+    method: str = "auto"  # one of `api.methods`, or "auto": the first of `api.automatic` that all servers support
+    folder: str | None = None  # for files, visible to servers on other machines; None: temporary, for this machine
     bucket_bytes: int = BUCKET_BYTES  # upper bound of a bucket's size
-    differences: bool = False  # send what changed to servers that hold the last update; each end holds a copy of it
+    differences: bool = False  # send only changed numbers to servers that hold the last update; both ends keep a copy
 
     def __post_init__(self) -> None:
         known = ("auto", *self.api.methods)
@@ -44,24 +44,24 @@ class WeightSender:
         self._shared_folder = self.folder is not None
         self._files = CheckpointDir(self.folder)
         self._loaded_folder: Path | None = None
-        # By URL: the start of the server, the method and the device that the channel belongs to; and the channel.
+        # By URL: the key of the channel (start of the server, method, device), and the channel.
         self._channels: dict[str, tuple[tuple[str, str, bool], Channel | None]] = {}
         self._bases: set[tuple[str, str]] = set()  # URL and start of servers that hold the adapters' base model
         self._adapters: dict[int, str] = {}  # adapter names, by version
         # Adapter names by URL, start and `WeightUpdate.adapter_name`, the oldest first.
         self._loaded: dict[tuple[str, str], dict[str | None, list[str]]] = {}
         self._named: tuple[WeightUpdate, str] | None = None
-        self._held = HeldWeights()  # the last update, where servers are sent differences
-        self._held_update: WeightUpdate | None = None  # that it is
-        self._holders: dict[str, tuple[str, str]] = {}  # start and label of the copy of servers, by URL
+        self._held = HeldWeights()  # copy of the last update, if servers are sent differences
+        self._held_update: WeightUpdate | None = None  # the update that the copy holds
+        self._holders: dict[str, tuple[str, str]] = {}  # by URL: start of the server, and label of its copy
         self._told: set[str] = set()  # reasons for whole weights that a warning has named
 
     async def send(
         self, servers: Sequence[ServerClient], update: WeightUpdate, seconds: float
     ) -> WeightTransfer | None:
-        """Bring all servers to `update`, after an error from scratch; the caller pauses them and empties caches.
+        """Send `update` to all servers, or start again after an error; the caller pauses them and empties caches.
 
-        Returns what was sent where it may be differences, else None.
+        Returns what was sent, if `differences` is on, else None.
         """
         until = Deadline(f"take weights of version {update.version}", seconds)
         endpoints = [await self.api.probe(server, until) for server in servers]
@@ -73,7 +73,7 @@ class WeightSender:
         return sent
 
     def model_name(self, facts: ServerFacts, version: int) -> str:
-        """Name to sample `version` from: the server's model, or a versioned adapter."""
+        """Name of the model to sample `version` from: the server's own, or an adapter's with the version in it."""
         return self._adapters.get(version, facts.model)
 
     def export_state(self) -> dict[str, str]:
@@ -84,7 +84,7 @@ class WeightSender:
         self._adapters = {int(version): name for version, name in state.items()}
 
     def invalidate(self, server: ServerClient) -> None:
-        """Send a server everything again, unless it reports its starts: it may have been restarted."""
+        """Forget what a server holds, because it may have been restarted, unless it reports its starts."""
         self._bases.discard((server.url, ""))
         self._loaded.pop((server.url, ""), None)
         if self._holders.get(server.url, ("", ""))[0] == "":
@@ -96,7 +96,7 @@ class WeightSender:
         self._files.clear()
 
     def forget_server(self, server: ServerClient) -> None:
-        """Release what belongs to a server that was taken out of the pool."""
+        """Release the resources of a server that was removed from the pool."""
         self._disconnect(server.url)
         self._holders.pop(server.url, None)
         for key in [key for key in self._loaded if key[0] == server.url]:
@@ -138,8 +138,8 @@ class WeightSender:
     ) -> WeightTransfer:
         """Send differences to servers that hold the last update, and whole tensors to the others.
 
-        A server that rejects a difference, as when its copy has other bits than it should, is sent everything. Servers
-        that come later get the tensors of the copy here: those of this very update, whatever the policy is by now.
+        A server that rejects a difference, because its copy has other bits than expected, is sent everything. Servers
+        that are added later get the tensors of the trainer's copy, which are still those of this update.
         """
         failures: Failures = []
         rest, sent = list(endpoints), WeightTransfer(0, 0, 0)
@@ -188,7 +188,7 @@ class WeightSender:
     async def _send_buckets(
         self, endpoints: list[WeightEndpoint], buckets: Buckets, version: int, method: str, until: Deadline
     ) -> Failures:
-        """Push every bucket to every server; returns those that fail, which are skipped from then on, with errors."""
+        """Push every bucket to every server; a server that fails is skipped from then on. Returns the failures."""
         pack_next = partial(next, buckets, None)
         remaining = list(endpoints)
         failures: Failures = []
@@ -225,7 +225,7 @@ class WeightSender:
         url = endpoint.server.url
         try:
             await self.api.push(endpoint, self._channels[url][1], bucket, version, until)
-        except BaseException:  # cancelled as well: the two ends may disagree about the bytes that were sent
+        except BaseException:  # also when cancelled: the two ends may disagree about the bytes that were sent
             self._disconnect(url)
             raise
 
@@ -323,7 +323,7 @@ class WeightSender:
 
 @dataclass(eq=False)
 class BucketCount:
-    """Buckets that are counted as they are read."""
+    """Counts buckets as they are read."""
 
     packed: Buckets
     nbytes: int = 0
@@ -354,7 +354,7 @@ def raise_first(failures: Failures) -> None:
 
 
 def _may_be_rejection(error: BaseException) -> bool:
-    """True for an error that the server reported, rather than a connection that broke or took too long."""
+    """True for an error that the server reported; False for a broken connection or a timeout."""
     return isinstance(error, ServerError) and not isinstance(error, RETRIED)
 
 

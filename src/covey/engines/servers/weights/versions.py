@@ -1,4 +1,4 @@
-"""Weight versions of servers, in the `ServerPool`'s loop: sends them weights, and records which server holds which."""
+"""Weight versions of servers, in the pool's event loop: sends weights, and records which server holds which."""
 
 import asyncio
 import time
@@ -24,13 +24,13 @@ from covey.engines.servers.server_pool import PROBE_SECONDS, QUICK_SECONDS, Pool
 from covey.engines.servers.weights.sender import WeightSender
 from covey.runtime.user_code import warn
 
-GRACE_SECONDS = 5.0  # after a pause, for requests in flight to come back
-SEND_ATTEMPTS = 3  # attempts to send weights to a server that answers and fails at taking them
+GRACE_SECONDS = 5.0  # that requests in flight may take to return after a pause
+SEND_ATTEMPTS = 3  # attempts to send weights to a server that responds but fails to load them
 
 
 @dataclass(eq=False)
 class ServerWeights:
-    """Brings servers to versions of the policy within `timeout` seconds; `resend` and `sleeps` as in `RemoteEngine`."""
+    """Sends versions of the policy to servers within `timeout` seconds; `resend` and `sleeps` as in `RemoteEngine`."""
 
     pool: ServerPool
     api: ServerApi
@@ -43,16 +43,16 @@ class ServerWeights:
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)  # while weights change, or servers fall asleep or wake
     _asleep: bool = False
     _run: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
-    _excluded: dict[PoolMember, ServerError] = field(default_factory=dict)  # they answer and take no weights
+    _excluded: dict[PoolMember, ServerError] = field(default_factory=dict)  # they respond but fail to load weights
     _latest: dict[str | None, WeightUpdate] = field(default_factory=dict)  # by adapter name; the last one sent is last
 
     async def load(self, update: WeightUpdate, device: int | None) -> WeightTransfer | None:
-        """Bring every server that answers to `update`; `device` is the CUDA device of the thread that has it.
+        """Send `update` to every server that responds; `device` is the current CUDA device of the caller's thread.
 
-        Returns what was sent where it may be differences, else None.
+        Returns what was sent, if the sender's `differences` is on, else None.
         """
         if device is not None:
-            torch.cuda.set_device(device)  # threads have a device each
+            torch.cuda.set_device(device)  # torch has a current device per thread
         self.sends = True
         until = time.monotonic() + self.timeout
         doing = f"send weights of version {update.version}"
@@ -72,7 +72,7 @@ class ServerWeights:
                 await self.pool.unhold()
 
     async def _send_until_held(self, update: WeightUpdate, until: float, doing: str) -> WeightTransfer | None:
-        """Retry until a server holds the update; those that answer and fail are tried after the others, alone."""
+        """Retry until a server holds the update; one that responds but fails is retried alone, after the others."""
         failures: Counter[PoolMember | None] = Counter()  # None: of no server in particular
         done, sent = False, WeightTransfer(0, 0, 0)
         while True:
@@ -107,17 +107,17 @@ class ServerWeights:
                     return sent if sent.servers else None
 
     def _exclude(self, member: PoolMember, error: ServerError) -> None:
-        """Send a server no more weights until it stops answering, as it does during a restart."""
+        """Send a server no more weights until it has stopped responding once, as in a restart."""
         self.pool.leave_out(member, error)
         self._excluded[member] = error
         warn(
-            f"{error} It answers and takes no weights, so the run continues without it; restart it to have it back.",
+            f"{error} It responds but cannot load weights, so the run continues without it; restart it to use it again.",
         )
 
     async def _update(
         self, members: list[PoolMember], update: WeightUpdate, until: float, doing: str
     ) -> tuple[bool, WeightTransfer | None]:
-        """Pause, send, resume; True if any of `members` has the new weights, and what `WeightSender.send` returns."""
+        """Pause, send and resume; returns True if any of `members` has the weights, and the sender's result."""
         updates, sent = [update], None
         for member in members:
             if not member.up:  # it may have been restarted, and lack the other adapters as well
@@ -143,7 +143,7 @@ class ServerWeights:
     async def _send(
         self, members: list[PoolMember], update: WeightUpdate, until: float, doing: str
     ) -> WeightTransfer | None:
-        """Run the sender; a server that dies meanwhile ends it, whatever the sender waits for."""
+        """Run the sender, and stop it if a server dies in the meantime, even while it waits for another."""
         left = max(1.0, until - time.monotonic())
         servers = [member.server for member in members]
         with torch.no_grad():
@@ -176,7 +176,7 @@ class ServerWeights:
         return any(member.last_error for member in healthy)
 
     async def wake(self, members: Sequence[PoolMember] = ()) -> None:
-        """Wake servers that sleep; among `members`, also those left out, which may have been asleep then."""
+        """Wake servers that sleep; of `members` also those left out, which may have been asleep at that time."""
         sleeping = self.pool.up if self._asleep else []
         if self.sleeps:
             sleeping += [member for member in members if not member.up]
@@ -188,7 +188,7 @@ class ServerWeights:
         await self.pool.each(self.pool.up, lambda server, deadline: self.api.sleep(server, 1, deadline), self.timeout)
 
     async def adopt(self, version: int, urls: Sequence[str]) -> None:
-        """Record that the servers `urls` hold `version`, which another process has sent."""
+        """Record that the servers `urls` hold `version`, which another process sent."""
         self.version = version
         for member in self.pool.members:
             if member.url in urls:
