@@ -1,6 +1,6 @@
-"""Collector: turns prompt samples into finished rollouts with one engine, which batches what is in flight.
+"""Collector: turns prompt samples into finished rollouts with one engine, which batches concurrent requests.
 
-A rollout that fails is a result (`FinishReason.ERROR`); an exception of the engine ends all.
+A rollout that fails is a result (`FinishReason.ERROR`); an exception of the engine ends all of them.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ class Collector:
         self._engine_awake = ExitStack()
 
     def run_by(self, run: RunsSampling) -> RunsSampling:
-        """Have `collect` run its coroutines by another function from now on; returns the one before."""
+        """Replace the function by which `collect` runs coroutines; returns the previous one."""
         before, self.run = self.run, run
         return before
 
@@ -60,7 +60,7 @@ class Collector:
         reuse: Speculation | None = None,
         callbacks: RolloutCallbacks = NO_CALLBACKS,
     ) -> list[Rollout]:
-        """One rollout for each sample, in order; another `key` (mode, step) gives others, unless `reuse` is exact."""
+        """One rollout per sample, in order. Seeds depend on `key` (mode, step), unless `reuse` is exact."""
         rollouts = self.run(self.sample(samples, params, key, reuse, callbacks=callbacks))
         if reuse is not None:
             reuse.remember([sample.prompt for sample in samples], [sample.sample for sample in samples], rollouts)
@@ -75,7 +75,7 @@ class Collector:
         submitted: Callable[[], None] = lambda: None,
         callbacks: RolloutCallbacks = NO_CALLBACKS,
     ) -> list[Rollout]:
-        """The same as a coroutine, which only reads `reuse`; calls `submitted` when the engine has every request."""
+        """`collect` as a coroutine, which only reads `reuse`; calls `submitted` once the engine has every request."""
         with self._awake():  # here, since gradient mode and autocast belong to the thread that runs this
             groups, spec = sample_groups(samples), self.spec
             if spec is not None and isinstance(spec.play, BatchFunction):
@@ -107,7 +107,7 @@ class Collector:
 
     @contextmanager
     def _awake(self) -> Iterator[None]:
-        """Keep the engine awake from the first to the last of several batches that are sampled at once."""
+        """Context in which the engine is awake, from the first to the last of several batches sampled at once."""
         if not self._batches:
             self._engine_awake.enter_context(self.engine.awake())
         self._batches += 1
@@ -200,7 +200,7 @@ class Collector:
 
 
 def sample_groups(samples: Sequence[PromptSample]) -> list[SampleGroup]:
-    """Neighbouring samples of the same prompt; a prompt that comes again (sample 0 once more) starts a new group."""
+    """Groups of consecutive samples of one prompt; a repeated prompt (sample 0 again) starts a new group."""
     groups: list[SampleGroup] = []
     for index, sample in enumerate(samples):
         last = samples[index - 1] if index else None
@@ -212,12 +212,12 @@ def sample_groups(samples: Sequence[PromptSample]) -> list[SampleGroup]:
 
 
 def group_numbers(samples: Sequence[PromptSample]) -> list[int]:
-    """The number of each sample's group, whose rollouts may have prompts of their own."""
+    """[n] index of each sample's group."""
     return [number for number, group in enumerate(sample_groups(samples)) for _ in group.samples]
 
 
 def _number_groups(groups: Sequence[Sequence[Rollout]], params: SamplingParams) -> list[Rollout]:
-    """All rollouts, with one group number for each group and prompt: an episode may begin with a prompt of its own."""
+    """All rollouts, with one `group` per group and prompt: an episode may begin with a prompt of its own."""
     numbers: dict[tuple[int, tuple[int, ...]], int] = {}
     numbered: list[Rollout] = []
     for index, group in enumerate(groups):
@@ -260,7 +260,7 @@ def _check_masks(rollout: Rollout) -> None:
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end from synchronous code, inside a notebook's running loop too."""
+    """Run a coroutine to its end from synchronous code, even inside the running event loop of a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Episodes: rollouts of several turns as token-exact conversations that only grow, and the engine that samples them."""
+"""Episodes: rollouts of several turns, as conversations whose tokens are only appended to, and the engine for them."""
 
 import asyncio
 import copy
@@ -41,9 +41,9 @@ class Reply:
     """One turn of the policy.
 
     Attributes:
-        text: decoded, without special tokens but for marks such as <think>.
-        token_ids: as sampled, the token that ends the turn included.
-        finish: STOP, or LENGTH where the turn was cut off.
+        text: decoded, without special tokens except marks such as <think>.
+        token_ids: as sampled, including the token that ends the turn.
+        finish: STOP, or LENGTH if the turn was cut off.
         logprobs: as the engine reported them, or None.
         tokens: text of each token.
     """
@@ -70,10 +70,10 @@ class EpisodeEngine:
 
     Attributes:
         row: the rollout's own copy of the dataset row.
-        sibling: index of this rollout among those of its prompt, 0 ... G-1.
+        sibling: index of this rollout among the rollouts of its prompt, from 0 to G - 1.
         tokenizer: of the policy.
         episodes: every episode begun so far, in order.
-        failure: the exception of the engine, if it failed: no fault of the rollout's.
+        failure: the exception of the engine, if the engine failed rather than the rollout.
         timeout: the deadline of the rollout.
 
     Example:
@@ -93,10 +93,10 @@ class EpisodeEngine:
     seed_key: tuple[int | str, ...]  # names this sample: another key gives other tokens
     row: dict[str, Any]
     sibling: int
-    expands_images: bool = False  # the engine itself searches for tokens that stand for images
+    expands_images: bool = False  # the engine itself expands image tokens, so that it must find them in the prompt
     max_turn_length: int | None = None  # most tokens of one call of `Episode.sample`
     seats: Seats = field(default_factory=dict)  # opponents by name
-    trains: bool = True  # False: of an opponent, whose turns are not trained on
+    trains: bool = True  # False for an opponent, whose turns are not trained on
     episodes: "list[Episode]" = field(default_factory=list, init=False)
     failure: BaseException | None = field(default=None, init=False)
     timeout: asyncio.Timeout | None = field(default=None, init=False)
@@ -106,7 +106,7 @@ class EpisodeEngine:
     own_ids: list[int] | None = field(default=None, init=False)  # of the row's prompt
     _sent: Counter[tuple[Any, ...]] = field(default_factory=Counter, init=False)
     _named: dict[tuple[int | str, ...], Counter[tuple[Any, ...]]] = field(default_factory=dict, init=False)
-    closed: bool = field(default=False, init=False)  # refuses requests, as of tasks that the rollout did not await
+    closed: bool = field(default=False, init=False)  # refuse requests, such as those of tasks left running
 
     def __post_init__(self) -> None:
         self.tokenizer = self.templates.codec.tokenizer
@@ -116,7 +116,7 @@ class EpisodeEngine:
 
         Args:
             prompt: a string or messages; the row's prompt by default.
-            tools: schemas that the chat template is to show; those of the row's `tools` or of the run by default.
+            tools: schemas for the chat template to show; by default the row's `tools`, or the run's.
 
         Raises:
             ValueError: the prompt cannot be encoded.
@@ -136,13 +136,13 @@ class EpisodeEngine:
         return episode
 
     def seat(self, name: str, game: int = 0) -> "EpisodeEngine | TextSeat":
-        """An opponent, which begins and samples episodes as this engine does, and is not trained.
+        """The engine of an opponent, whose episodes work like this engine's and are not trained on.
 
         A server or a function answers in text: its `begin(prompt)` returns a conversation with `sample` and `write`.
 
         Args:
-            name: among the trainer's `seats`.
-            game: number of the game, by which one of several earlier policies is drawn.
+            name: name of the opponent in the trainer's `seats`.
+            game: number of the game, which decides which of several earlier policies plays.
 
         Raises:
             ValueError: there is no such seat.
@@ -155,7 +155,7 @@ class EpisodeEngine:
         return self._opponents[name, game]
 
     def seated(self, seat: Any, game: int = 0) -> Any:
-        """The seat itself, or, of earlier policies, the one that plays this game."""
+        """The seat, or the one of several earlier policies that plays this game."""
         if not hasattr(seat, "chosen"):
             return seat
         chosen, self.ages[game] = seat.chosen((*self.seed_key, game))
@@ -170,18 +170,18 @@ class EpisodeEngine:
         return replace(self, send=send, seed_key=(*self.seed_key, "seat", name, game), seats={}, trains=False)
 
     def another(self, *name: int | str) -> "EpisodeEngine":
-        """An engine of the same rollout function with a completion of its own, for a rollout of several that it plays.
+        """A further engine for a rollout function that returns several rollouts, one per engine.
 
         Args:
-            name: of who samples, by which seeds differ. Engines of one name have seeds by the tokens before and by how
-                many of them have asked with these before.
+            name: of the player; seeds depend on it. Engines of one name get seeds by the tokens before a sample, and by
+                the number of earlier samples after the same tokens.
         """
         made = replace(self, send=self.submit, seed_key=(*self.seed_key, *name))
         made._sent = self._named.setdefault(name, Counter())
         return made
 
     def seed(self, ids: list[int], path: tuple[int | str, ...] = ()) -> int:
-        """Seed of what follows these tokens, whatever else was sampled; after the row's prompt a plain sample's."""
+        """Seed of a sample after these tokens, whatever else was sampled; after the row's prompt, a plain sample's."""
         digest = blake2b(np.array(ids, dtype=np.int64).tobytes(), digest_size=16).hexdigest()
         number, self._sent[path, digest] = self._sent[path, digest], self._sent[path, digest] + 1
         if not number and not path and ids == self.own_ids:
@@ -191,13 +191,13 @@ class EpisodeEngine:
     async def generate(
         self, prompt: Prompt, n: int = 1, max_tokens: int | None = None, temperature: float | None = None
     ) -> list[Reply]:
-        """Completions that are not trained on: of a judge, a sub-agent, a draft to choose from.
+        """Sample completions that are not trained on, such as a judge's, a sub-agent's or drafts to choose from.
 
         Args:
             prompt: a string or messages.
-            n: how many.
-            max_tokens: of each; the config's `max_completion_length` by default.
-            temperature: likewise the config's.
+            n: number of completions.
+            max_tokens: most tokens of each; the config's `max_completion_length` by default.
+            temperature: the config's by default.
 
         Raises:
             ValueError: the prompt cannot be encoded, or a number is out of its range.
@@ -214,7 +214,7 @@ class EpisodeEngine:
         return [Reply.of(completion, self.templates.codec.text_of) for completion in completions]
 
     async def submit(self, request: SampleRequest) -> list[Completion]:
-        """Completions of a request; an exception of the engine is noted in `failure`."""
+        """Completions of a request; an exception of the engine is stored in `failure` and raised."""
         if self.closed:
             raise ValueError("the rollout has ended: nothing is sampled for it any more.")
         try:
@@ -225,7 +225,7 @@ class EpisodeEngine:
 
     @contextmanager
     def paused_timeout(self) -> Iterator[None]:
-        """Stop the rollout's clock within this context, where it waits for other rollouts."""
+        """Context in which the rollout's time limit is paused, because it waits for other rollouts."""
         loop, timeout = asyncio.get_running_loop(), self.timeout
         if timeout is None or (until := timeout.when()) is None:
             yield
@@ -240,26 +240,26 @@ class EpisodeEngine:
 
 @dataclass(eq=False)
 class Episode:
-    """A conversation that grows. Made by `EpisodeEngine.begin`.
+    """A conversation to which turns and messages are appended. Made by `EpisodeEngine.begin`.
 
     Attributes:
-        engine: samples it.
+        engine: the engine that samples it.
         prompt: as it was given.
-        prompt_ids: its tokens.
+        prompt_ids: the prompt's tokens.
         tools: schemas that the chat template shows.
         completion_ids: all tokens after the prompt.
         sampled: True where the policy chose the token.
         messages: the completion as messages: turns of the policy and the messages written between them.
-        logprobs: of every completion token, 0.0 where it was not sampled; None if the engine reports none.
-        entropies, versions, sampling_mask: the same, as in a `Rollout`.
+        logprobs: one per completion token, 0.0 where it was not sampled; None if the engine reports none.
+        entropies, versions, sampling_mask: one per completion token or None, as in a `Rollout`.
         routes: experts of the first tokens of prompt and completion, as in a `Rollout`; None without.
-        observed: who wrote each token, as in a `Rollout`; messages of several roles count as the last one's.
+        observed: writer of each token, as in a `Rollout`; messages of several roles count as the last one's.
         turn_ends: index of the last token of each turn of the policy.
-        finish: why the episode can go no further, or None: LENGTH where no room is left. A turn that the policy ended
-            itself leaves it None, since something may be written after it.
+        finish: why the episode cannot continue, or None: LENGTH if no room is left. It stays None after a turn that the
+            policy ended itself, since messages may follow.
         calls: number of tool calls by outcome, as in a `Rollout`.
-        tool_seconds: spent waiting for tools.
-        media: the images that the prompt and the messages show.
+        tool_seconds: seconds spent waiting for tools.
+        media: images in the prompt and the messages.
         returned: lists that tools returned, by the index of their message, as in a `Rollout`.
     """
 
@@ -297,34 +297,35 @@ class Episode:
 
     @property
     def prefill(self) -> str:
-        """Text of the prompt that the last message continues."""
+        """Text at the end of the prompt that the last message continues (a prefilled answer)."""
         return prefill(self.prompt) if len(self.messages) == 1 and is_conversational(self.prompt) else ""
 
     @property
     def opened_thinking(self) -> str:
-        """Text with which the prompt, or what was written since, opens thinking that the last turn continues."""
+        """Mark at the end of the tokens before the last turn that opens thinking, such as `<think>`; else empty."""
         before = self.prompt_ids + self.completion_ids[: self._turn_start]
         return "" if self._turn_start is None or self.prefill else opened_thinking(self.engine.tokenizer, before)
 
     @property
     def at_turn_end(self) -> bool:
-        """True if a turn of the policy is its end, and messages may be written after it."""
+        """True if the conversation ends with a turn of the policy, so that messages may be written."""
         return self.finish is None and self._turn_start is not None and not self._sampling
 
     async def sample(self, max_tokens: int | None = None, stop: Sequence[str] = (), train: bool = True) -> Reply:
         """Sample the policy's next turn, or continue one that `max_tokens` has cut off.
 
         Args:
-            max_tokens: of this call, where that is less than there is room for. A turn that it cuts off stays open: the
-                next `sample` continues it, and `write` ends it.
+            max_tokens: most tokens of this call. A turn that it cuts off stays open: the next `sample` continues it,
+                and `write` ends it.
             stop: texts that end the turn, with the token that completes one of them; tokens after it are dropped.
-            train: False where its tokens are not to be trained on: what follows is trained with them as context.
+            train: False to use the tokens only as context for later turns, and not train on them.
 
         Returns:
-            The text sampled now. Its `finish` is STOP where the policy has ended its turn.
+            The text sampled by this call. Its `finish` is STOP if the policy has ended its turn.
 
         Raises:
-            ValueError: the episode has ended, as `finish` and the last `write` tell; or `max_tokens` is below 1.
+            ValueError: the episode has ended (`finish` is set, or the last `write` returned False), or `max_tokens` is
+                below 1.
         """
         if self.finish is not None:
             raise ValueError(
@@ -382,19 +383,18 @@ class Episode:
         self.messages[-1]["content"] = self.prefill + text
 
     def write(self, content: str | Message | Sequence[Message]) -> bool:
-        """Append messages after a turn of the policy, up to where the policy continues.
+        """Append messages after a turn of the policy, and the tokens that begin the policy's next turn.
 
         Args:
-            content: results of tools (`{"role": "tool", "content": ...}`) or messages of a user, all that are to be
-                read before the policy continues; a string is a message of the user, or, after a prompt that is a
-                string, that text as it is.
+            content: all messages before the policy's next turn: results of tools (`{"role": "tool", "content": ...}`)
+                or messages of a user. A string is a message of the user or, if the prompt is a string, plain text.
 
         Returns:
-            True if the policy can continue. False where the episode has ended, or the messages leave no room to answer:
-            `finish` is LENGTH then, and nothing is appended.
+            True if the policy can continue. False if the episode has ended, or the messages leave no room to answer;
+            then `finish` is LENGTH and nothing is appended.
 
         Raises:
-            ValueError: the chat template cannot render it, or there is no turn of the policy that it could follow.
+            ValueError: the chat template cannot render the messages, or no turn of the policy precedes them.
         """
         if not isinstance(content, str) and not is_conversational(self.prompt):
             raise ValueError("messages need a prompt of messages: after a prompt that is a string, write a string.")
@@ -447,11 +447,11 @@ class Episode:
             )
 
     def fork(self, turns: int | None = None) -> "Episode":
-        """A copy that begins with the same tokens and continues by itself, with samples of its own.
+        """A copy that begins with the same tokens and continues independently, with its own samples.
 
         Args:
-            turns: turns of the policy that it begins with, of a conversation without images; all by default, and then
-                what was written after them, too.
+            turns: number of the policy's turns to keep, in a conversation without images. By default all are kept, with
+                the messages written after them.
         """
         if turns is None:
             self._refuse_while_sampling("forked")
@@ -489,10 +489,10 @@ class Episode:
         """The finished rollout.
 
         Args:
-            finish: why it ended; by default the episode's `finish`, or STOP, or LENGTH where the last turn is open.
-            error: the message of a failure, where that is why.
-            role: seat of a game that the policy played in, by which the rollout is compared with others (`compare`).
-            game: number of that game among those of the prompt, from 0.
+            finish: why it ended; by default the episode's `finish`; else LENGTH if the last turn is open, or STOP.
+            error: message of the failure, if `finish` is ERROR.
+            role: seat of a game that the policy played in; decides which rollouts it is compared with (`compare`).
+            game: number of the game among the games of the prompt, from 0.
             extras: further fields, which reward functions get as keyword arguments.
         """
         text = self.engine.templates.codec.text_of(self.completion_ids)
@@ -527,7 +527,7 @@ class Episode:
 
 
 def _stopped(completion: Completion, stop: Sequence[str], text_of: CompletionDecoder) -> Completion:
-    """The completion up to the token that completes one of the texts, as an engine that stops there returns it."""
+    """The completion up to the token that completes one of the stop texts."""
 
     def found(tokens: int) -> bool:
         text = text_of(completion.token_ids[:tokens])
@@ -539,7 +539,7 @@ def _stopped(completion: Completion, stop: Sequence[str], text_of: CompletionDec
 
 
 def first_tokens(completion: Completion, end: int, finish: FinishReason) -> Completion:
-    """The completion cut off before its token `end`."""
+    """The completion without its tokens from index `end` on."""
     cut: dict[str, Any] = {
         name: None if (values := getattr(completion, name)) is None else values[:end]
         for name in ("token_ids", *PER_TOKEN)

@@ -1,4 +1,4 @@
-"""Images of prompts and tool results: read into PIL images, and placed in the messages of a conversation."""
+"""Images of prompts and tool results: reading them as PIL images, and placing them in messages."""
 
 import base64
 import os
@@ -13,11 +13,14 @@ FORMS = "a PIL image, the path of a file, its bytes, or {'bytes': ..., 'path': .
 
 
 class ImageError(ValueError):
-    """An image that cannot be read, or that no message shows."""
+    """An image that cannot be read, or that does not belong to any message."""
 
 
 def read_image(source: Any, name: str = "an image") -> Any:
-    """A PIL image in RGB, upright; white where it is transparent, 16 bits scaled to 8."""
+    """An upright PIL image in RGB, with white for transparent pixels and 16 bits scaled to 8.
+
+    ImageError if it cannot be read.
+    """
     if isinstance(source, Mapping):
         known = [source[key] for key in ("bytes", "path") if source.get(key) is not None]
         if not known:
@@ -71,10 +74,10 @@ def _to_rgb(image: Any, name: str) -> Any:
 
 
 def with_images(messages: Sequence[Message], column: Sequence[Any]) -> tuple[list[Message], list[Any]]:
-    """Messages whose contents are parts, and the images that these show as they were given, in their order.
+    """Messages whose contents are parts, and the images in them in order, as they were given.
 
-    Images of the row's column fill the image parts that name none. Where no message has an image part, they come in
-    front of the first message of a user.
+    Images of the row's column fill the image parts that have no image. If no message has an image part, they are put
+    before the text of the first message of a user. ImageError if images and image parts do not match.
     """
     refuse_unsupported_parts(messages)
     messages = [{**message, "content": as_parts(message.get("content"))} for message in messages]
@@ -104,7 +107,7 @@ def with_images(messages: Sequence[Message], column: Sequence[Any]) -> tuple[lis
 
 
 def embed_images(prompt: Any, column: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """A prompt whose image parts hold their images, for code that knows no columns; and the images."""
+    """The prompt with the images in its image parts, for code that does not read the row's columns; and the images."""
     if not column and not has_images(prompt):
         return prompt, []
     if isinstance(prompt, str):
@@ -120,7 +123,7 @@ def embed_images(prompt: Any, column: Sequence[Any]) -> tuple[Any, list[Any]]:
 
 
 def refuse_unsupported_parts(prompt: Any) -> None:
-    """Raise ImageError for a video, a sound or a file, which chat templates that do not know it leave out silently."""
+    """Raise ImageError for videos, sounds and files, which many chat templates leave out without an error."""
     for part in _parts(prompt):
         if not isinstance(part.get("text"), str) and not _is_image_part(part):
             raise ImageError(
@@ -134,7 +137,7 @@ def has_images(prompt: Any) -> bool:
 
 
 def as_parts(content: Any) -> list[dict[str, Any]]:
-    """A message's content as a list of parts, also where it is text."""
+    """A message's content as a list of parts; text becomes one part."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}] if content else []
     given = content if isinstance(content, list | tuple) else []

@@ -1,4 +1,4 @@
-"""Prompts to tokens and back. One that does not fit the model's context is an error: prompts are never truncated."""
+"""Encoding of prompts and decoding of completions. A prompt too long for the context is an error, never truncated."""
 
 import hashlib
 import json
@@ -19,11 +19,11 @@ Prompt = str | list[Message]
 
 IMAGE_COLUMNS = ("image", "images")  # columns of a dataset that hold the images of a row: one, or a list of them
 _ASKS_FOR_NONE = re.compile(r"content['\"\]]*\s+is\s+(?:not\s+)?none", re.IGNORECASE)  # of chat templates
-LONGEST_TOKEN = 256  # most characters of a token: longer texts are refused unencoded, which could be gigabytes
+LONGEST_TOKEN = 256  # characters per token, at most, by which gigabytes of text are refused without encoding them
 
 
 def sample_seed(*key: int | str) -> int:
-    """A 63-bit seed that depends on every part of the key and on nothing else."""
+    """A 63-bit seed, hashed from the parts of the key."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -37,7 +37,7 @@ def are_messages(prompt: Any) -> bool:
 
 
 def _is_message(message: Any) -> bool:
-    """True for a role with content (text, or parts of which those of text have some) or tool calls."""
+    """True for a message with a role and with content or tool calls; each text part must have text."""
     if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
         return False
     content = message.get("content")
@@ -46,7 +46,7 @@ def _is_message(message: Any) -> bool:
 
 
 def _is_part(part: Any) -> bool:
-    """True for text; a column of parts of several kinds holds None as the text of an image."""
+    """True for a text part; in a table, parts of other types have None as their text."""
     if not isinstance(part, dict):
         return isinstance(part, str)
     text = part.get("text")
@@ -61,7 +61,7 @@ def characters(prompt: Any) -> int:
 
 
 def row_images(row: Mapping[str, Any]) -> list[Any]:
-    """The images in a row's columns, as they are given; [] without any."""
+    """The images in a row's columns as they are given; [] without any. ValueError if both columns have some."""
     found: list[Any] = []
     for name in IMAGE_COLUMNS:
         value = row.get(name)
@@ -74,7 +74,7 @@ def row_images(row: Mapping[str, Any]) -> list[Any]:
 
 
 def row_tools(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Schemas in a row's column `tools`, or in its JSON; [] where the column holds nothing or something else."""
+    """Tool schemas in a row's column `tools`, a list or JSON; [] if it holds anything else."""
     tools = row.get("tools")
     if isinstance(tools, str):
         try:
@@ -91,23 +91,23 @@ def _is_schema(tool: Any) -> bool:
 
 
 class ControlTokens:
-    """Control tokens in messages; private characters, `hidden`, stand for them until a chat template has rendered."""
+    """Control tokens in the text of messages, which are replaced by private characters (`hidden`) while rendering."""
 
     def __init__(self, tokenizer: Any, allowed: bool = False):
         texts = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} - {""}
         self.tokenizer, self.texts = tokenizer, [] if allowed else sorted(texts, key=len, reverse=True)
-        # Private characters of a message's own are hidden like control tokens, so that none is taken for one.
+        # Private characters that a message already has are replaced as well, so that none is taken for a control token.
         patterns = [] if allowed else [*map(re.escape, self.texts), "[\U000f0000-\U0010ffff]"]
         self._pattern = re.compile("|".join(patterns) or "(?!)")
         # Of texts that were hidden: asking the tokenizer switches its state.
         self._ids: dict[tuple[str, bool], list[int]] = {}
 
     def hide(self, text: str, hidden: dict[str, str]) -> str:
-        """The text with private characters, which `hidden` gets, in the place of control tokens."""
+        """The text with control tokens replaced by private characters, which are added to `hidden`."""
         return self._pattern.sub(lambda found: hidden.setdefault(found[0], chr(0xF0000 + len(hidden))), text)
 
     def encode(self, rendered: str, hidden: dict[str, str]) -> list[int]:
-        """Tokens of a rendered conversation in which each private character is the text of a control token."""
+        """Tokens of a rendered conversation, in which each private character becomes the text that it replaced."""
         ids: list[int] = []
         before = ""
         controls = {character: control for control, character in hidden.items()}
@@ -121,7 +121,7 @@ class ControlTokens:
 
     @cached_property
     def _prefixes_text(self) -> bool:
-        """The tokenizer begins every text with a space (sentencepiece), which pieces inside of a text must not get."""
+        """True if the tokenizer puts a space before every text (sentencepiece); pieces of a text must not have it."""
         return self._tokens("b", False, False) != self._tokens("b", False, True)
 
     @cached_property
@@ -134,14 +134,14 @@ class ControlTokens:
         return self._ids[control, inside]
 
     def _tokens(self, text: str, is_text: bool, inside: bool) -> list[int]:
-        """Tokens of a text, `inside` of another: as they follow a line break."""
+        """Tokens of a text; `inside`: without the space that the tokenizer puts before every text."""
         both = ["\n", "\n" + text] if inside else [text]
         found = self.tokenizer(both, add_special_tokens=False, split_special_tokens=is_text)["input_ids"]
         return list(found[-1][len(found[0]) if inside else 0 :])
 
 
 class PromptTooLong(CheckError):
-    """A prompt after which the model's context has no room."""
+    """A prompt that leaves no room for a completion in the model's context."""
 
 
 @dataclass(eq=False, repr=False)
@@ -154,10 +154,10 @@ class PromptCodec:
     tools: Sequence[dict[str, Any]] = ()
     vision: Vision | None = None
     allow_control_tokens: bool = False  # control tokens in the text of messages are control tokens, not their text
-    shown_tokens: Collection[str] = ()  # special tokens that completions show, in addition to paired marks
+    shown_tokens: Collection[str] = ()  # further special tokens to keep in the text of completions
 
     def read_row(self, row: dict[str, Any]) -> Encoded:
-        """Tokens of a dataset row's prompt, with the images in its columns. Raises ValueError as `read`."""
+        """Tokens of a dataset row's prompt, with the images in its columns; ValueError as in `read`."""
         prompt = row.get("prompt")
         if not isinstance(prompt, str) and not are_messages(prompt):
             raise _no_prompt(prompt)
@@ -171,7 +171,10 @@ class PromptCodec:
         tools: Sequence[dict[str, Any]] | None = None,
         images: Sequence[Any] = (),
     ) -> Encoded:
-        """Tokens of a prompt, and its images; a conversation that ends with the assistant is to be continued."""
+        """Tokens of a prompt, and its images; a last message of the assistant is continued by the policy.
+
+        ValueError (CheckError, ImageError) if the prompt is empty, too long, or cannot be rendered.
+        """
         chat = is_conversational(prompt)
         if self.max_context is not None and characters(prompt) > LONGEST_TOKEN * self.max_context:
             raise PromptTooLong.of(
@@ -267,7 +270,7 @@ class PromptCodec:
         return added_prefix(self.tokenizer)
 
     def _unless_begun(self, text: str) -> dict[str, bool]:
-        """Settings of a processor: it adds special tokens unless the text begins with them, unlike a tokenizer."""
+        """Settings of a processor, which unlike a tokenizer adds special tokens only if the text lacks them."""
         bos = self.tokenizer.bos_token
         ids = list(self.tokenizer(text[:LONGEST_TOKEN])["input_ids"])
         begun = without_second(ids, self._prefix) is not ids or (bos is not None and text.startswith(bos))
@@ -279,14 +282,14 @@ class PromptCodec:
         return CompletionDecoder(self.tokenizer, self.shown_tokens)
 
     def plain_messages(self, messages: Sequence[Message]) -> list[Message]:
-        """Messages as the chat template is given them, but for control tokens, which it would be given hidden."""
+        """Messages as the chat template gets them, except that control tokens are not replaced."""
         plain = list(map(self._without_none, messages))
         if self._prints_parts:
             plain = [{**one, "content": content_text(one["content"])} if one["content"] else one for one in plain]
         return plain
 
     def _without_none(self, message: Message) -> Message:
-        """A message without keys that are None; content that is missing is None or empty, as the template expects."""
+        """A message without keys that are None; missing content becomes None or "", as the template expects."""
         found = without_none(message)
         if found.get("content") is None:
             found["content"] = None if _ASKS_FOR_NONE.search(str(self.tokenizer.chat_template)) else ""
@@ -298,7 +301,7 @@ class PromptCodec:
 
     @cached_property
     def _prints_parts(self) -> bool:
-        """The chat template shows a list of text parts as Python prints it, or not at all."""
+        """True if the chat template cannot render a list of text parts: it prints or drops the list."""
         probe = [{"role": "user", "content": [{"type": "text", "text": "probe"}]}]
         try:
             shown = self.tokenizer.apply_chat_template(probe, tokenize=False)
@@ -307,7 +310,7 @@ class PromptCodec:
         return "'text'" in shown or "probe" not in shown
 
     def _plain(self, messages: Any, hidden: dict[str, str]) -> Any:
-        """Messages as the template can show them: text parts joined, and control tokens hidden but the assistant's."""
+        """Messages for the template: text parts joined, control tokens replaced except in the assistant's messages."""
         plain = []
         for message in messages:
             content = message.get("content")
@@ -331,7 +334,7 @@ class PromptCodec:
         return content
 
     def decode(self, prompt: Prompt, completion_ids: list[int]) -> str | list[Message]:
-        """The completion as reward functions see it: text, or one assistant message (with its prefill, if any)."""
+        """The completion as reward functions get it: text, or one assistant message (with its prefill, if any)."""
         text = self.text_of(completion_ids)
         if not is_conversational(prompt):
             return text
@@ -339,7 +342,7 @@ class PromptCodec:
 
 
 def prefill(messages: Any) -> str:
-    """Text of the assistant's message that the policy continues; empty where it begins its own."""
+    """Text of the assistant's message that the policy continues; empty if the policy begins a new one."""
     content = messages[-1].get("content") if messages[-1]["role"] == "assistant" else ""
     if isinstance(content, list):
         return "".join(part.get("text") or "" for part in content if isinstance(part, dict))

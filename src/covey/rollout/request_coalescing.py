@@ -18,7 +18,10 @@ def _takes(batch: Batch, request: SampleRequest) -> bool:
 
 
 class RequestCoalescer:
-    """An engine's `generate` for one group; it merges requests of one turn of the loop, which changes no result."""
+    """An engine's `generate` for one group. It merges requests made in one iteration of the event loop.
+
+    Merging does not change results, because each completion has its own seed.
+    """
 
     def __init__(self, engine: RolloutEngine):
         self._engine = engine
@@ -26,7 +29,7 @@ class RequestCoalescer:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def generate(self, request: SampleRequest, sent: Callable[[], None] | None = None) -> list[Completion]:
-        """Completions of a request; `sent` is called once the engine has it, and an error reaches all merged ones."""
+        """Completions of a request; `sent` is called once the engine has it. An error reaches all merged requests."""
         loop = asyncio.get_running_loop()
         key = tuple(request.prompt_ids)
         batches = self._waiting.setdefault(key, [])
@@ -47,7 +50,7 @@ class RequestCoalescer:
             del self._waiting[key]
         pending = [(request, future) for request, future, _ in batch if not future.done()]
         if not pending:
-            return  # all were cancelled
+            return  # all requests were cancelled
         seeds = [seed for request, _ in pending for seed in request.seeds]
         for _, _, sent in batch:
             if sent is not None:

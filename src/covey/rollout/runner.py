@@ -1,4 +1,4 @@
-"""Runner of rollouts that are more than one completion: those of a group run concurrently, each to its end."""
+"""Runner of rollouts of more than one completion; the rollouts of a group run concurrently."""
 
 import asyncio
 import copy
@@ -24,18 +24,18 @@ from covey.runtime.deadlines import CallTimeout, LateCalls, StillRunning, run_in
 from covey.runtime.user_code import UserCodeError, format_error, place_of
 
 SALVAGE_SECONDS = 5.0  # deadline for reading the tokens of a rollout that failed
-EVALUATIONS = (("eval",), ("study",))  # first words of the keys of rollout batches that are not trained on
-SUBMISSION_SECONDS = 1.0  # a slower first request may be sampled with newer weights, as later turns are
+EVALUATIONS = (("eval",), ("study",))  # beginnings of the keys of rollout batches that are not trained on
+SUBMISSION_SECONDS = 1.0  # wait for first requests; a later one may be sampled with newer weights, like later turns
 
 
 class RolloutCallbacks(Protocol):
     """Callbacks on the thread that samples; `start` is the index of the first rollout in the batch."""
 
     def on_rollouts(self, start: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
-        """Rollouts that ended together: one that an agent played, else a group; with the dataset row of each."""
+        """Called with rollouts that ended together (one of an agent, else a group) and the dataset row of each."""
 
     def on_group(self, start: int, rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
-        """All rollouts of a group, once the last of them has ended."""
+        """Called with all rollouts of a group, once the last of them has ended."""
 
 
 class _NoCallbacks:
@@ -55,12 +55,12 @@ class RolloutSpec:
     play: Agent | GroupFunction | BatchFunction
     templates: TurnTemplates
     timeout: float  # seconds that one rollout may take
-    limits: RolloutValidator | None = None  # of tokens that the user's code may have written
+    limits: RolloutValidator | None = None  # for tokens that a user's code returns
     max_turn_length: int | None = None
     trained_turns: str = "all"
-    rollouts_per_game: int = 1  # above 1, a function of groups is called for each game
+    rollouts_per_game: int = 1  # if above 1, a group function is called once per game
     seats: dict[str, Any] = field(default_factory=dict)  # opponents by name
-    eval_seats: dict[str, Any] = field(default_factory=dict)  # in evaluations, in the place of those of the same name
+    eval_seats: dict[str, Any] = field(default_factory=dict)  # replace seats of the same name in evaluations
     late: LateCalls = field(default_factory=partial(LateCalls, "reading a failed rollout"))
 
     @property
@@ -69,7 +69,7 @@ class RolloutSpec:
         return not isinstance(self.play, RolloutFunction | GroupFunction)
 
     def rollouts_at_once(self, group: int) -> int:
-        """Rollouts of a group that one call plays."""
+        """Number of rollouts that one call of the agent or function plays."""
         if not isinstance(self.play, GroupFunction):
             return 1
         return group if self.rollouts_per_game == 1 else self.rollouts_per_game
@@ -78,7 +78,7 @@ class RolloutSpec:
         return {**self.seats, **self.eval_seats} if mode in EVALUATIONS else self.seats
 
     def release(self, rollouts: Iterable[Rollout]) -> None:
-        """Release rollouts that have been scored, and do what waits for the end of their batch."""
+        """Release resources of rollouts that have been scored, and end their batch."""
         if hasattr(self.play, "release"):
             self.play.release(rollouts)
         if hasattr(self.play, "end_batch"):
@@ -91,7 +91,7 @@ class RolloutSpec:
 
 @dataclass(frozen=True)
 class GroupRunner:
-    """Plays the groups of one batch, which `seed_key` names."""
+    """Plays the groups of one rollout batch, whose key is `seed_key`."""
 
     engine: RolloutEngine
     codec: PromptCodec
@@ -125,7 +125,7 @@ class GroupRunner:
             coalescer.close()
 
     async def all_sent(self) -> None:
-        """Wait until the engine has the first request of every rollout of the batch, but not for long."""
+        """Wait until the engine has the first request of every rollout, at most `SUBMISSION_SECONDS`."""
         await asyncio.sleep(0)  # rollouts that begin in this turn of the loop are awaited
         with suppress(TimeoutError):
             async with asyncio.timeout(SUBMISSION_SECONDS):
@@ -133,7 +133,7 @@ class GroupRunner:
                     await sent.wait()
 
     async def _play(self, samples: list[PromptSample], generate: Generate) -> list[Rollout]:
-        """One rollout, or all of a group that one function plays; failed ones are returned as such."""
+        """One rollout, or all rollouts of a group function; a failure becomes rollouts with `FinishReason.ERROR`."""
         first, play, timeout = samples[0], self.spec.play, self.spec.timeout
         assert not isinstance(play, BatchFunction), "plays whole batches"
         row = {name: _copy(value) for name, value in first.row.items()}
@@ -174,7 +174,7 @@ class GroupRunner:
         return rollouts
 
     async def _failed(self, row: dict[str, Any], engine: EpisodeEngine, error: str) -> Rollout:
-        """The failed rollout: its tokens until then, if these can be trained on."""
+        """The failed rollout, with its tokens up to the failure if they can be trained on."""
         limits = self.spec.limits
 
         def salvage() -> Rollout:
@@ -199,20 +199,20 @@ def _refuse_untrained(rollouts: Iterable[Rollout], seats: Seats) -> None:
 
 
 def within(params: SamplingParams, sample: PromptSample) -> SamplingParams:
-    """Sampling settings with the limit of a sample's own source."""
+    """Sampling settings with `max_tokens` of the sample's source, if it has a limit."""
     limit = sample.max_tokens
     return params if limit is None or limit >= params.max_tokens else replace(params, max_tokens=limit)
 
 
 def failed_rollout(codec: PromptCodec, row: dict[str, Any], error: str, prompt_ids: list[int] | None = None) -> Rollout:
-    """A rollout without a completion; `prompt_ids` are those of the prompt, if it can be encoded."""
+    """A failed rollout without a completion; without `prompt_ids` (they cannot be encoded) its prompt is one token."""
     completion: Any = [] if is_conversational(row.get("prompt")) else ""
     ids = prompt_ids or [codec.tokenizer.eos_token_id or 0]
     return Rollout(ids, [], [], [], completion, FinishReason.ERROR, entropies=[], versions=[], error=error)
 
 
 def _train_last_turn(rollout: Rollout) -> None:
-    """Leave the tokens of all turns but the last one, in the order of time, as context."""
+    """Train only on the last turn, in the order of time; the tokens of earlier turns become context."""
     last = rollout.turn_ends[-1]
     begins = [0, *(end + 1 for end in rollout.turn_ends if end < last), *(start for start, _ in rollout.strands)]
     turn = range(max(begin for begin in begins if begin <= last), last + 1)

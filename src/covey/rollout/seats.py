@@ -1,4 +1,4 @@
-"""Seats of a game that are not trained: other models, servers and functions that play with the policy or against it."""
+"""Seats of a game that are not trained: models, servers and functions that play with the policy or against it."""
 
 import difflib
 import inspect
@@ -12,12 +12,12 @@ from aiohttp import ClientError, ClientSession, ClientTimeout
 from covey.core.engine import SampleRequest
 from covey.core.records import Completion, FinishReason, Message
 
-FROZEN = "frozen"  # the seat of the policy as it is when the trainer is made
-PAST = re.compile(r"policy:([1-9]\d*)")  # of the policy as it was that many optimizer steps ago, or earlier
+FROZEN = "frozen"  # seat played by the policy as it is when the trainer is made
+PAST = re.compile(r"policy:([1-9]\d*)")  # seat played by the policy as it was at least so many optimizer steps ago
 
 
 class SeatEngine(Protocol):
-    """Samples in the place of the policy."""
+    """An engine that plays a seat instead of the policy."""
 
     async def generate(self, request: SampleRequest) -> list[Completion]: ...
 
@@ -26,24 +26,24 @@ class PastOpponents(Protocol):
     """Engines of earlier versions of the policy."""
 
     def keep(self, step: int) -> None:
-        """Note that the policy has taken so many optimizer steps, and take a copy of it if it is time for one."""
+        """Record that the policy has taken `step` optimizer steps, and copy it if a copy is due."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     def chosen(self, key: tuple[int | str, ...]) -> tuple[SeatEngine, int]:
-        """The engine for the game of this key, and the optimizer steps that its policy is old."""
+        """The engine that plays the game of this key, and the age of its policy in optimizer steps."""
 
 
 @dataclass(frozen=True)
 class Seat:
-    """A model on a server of the API that the program talks in, asked in the policy's place.
+    """A model on a server that plays a seat; for programs, the server must have the API that the program uses.
 
     Args:
-        url: with its `/v1`.
-        model: name that the server knows; that of the seat by default.
-        key: sent to the server.
+        url: address of the API, including `/v1`.
+        model: name that the server knows; the seat's name by default.
+        key: API key that is sent to the server.
     """
 
     url: str
@@ -62,7 +62,7 @@ def past_steps(seat: Any) -> int | None:
 
 
 def checked_seats(seats: Seats | None, functions: bool = False) -> dict[str, Any]:
-    """A copy; ValueError for a seat that cannot be asked. `functions` may be seats where text is not sent by HTTP."""
+    """A checked copy of the seats; ValueError for one of another type. `functions`: functions may be seats."""
     for name, seat in (seats or {}).items():
         known = isinstance(seat, Seat) or seat == FROZEN or past_steps(seat) is not None or hasattr(seat, "generate")
         known = known or hasattr(seat, "chosen") or (functions and callable(seat))
@@ -75,7 +75,7 @@ def checked_seats(seats: Seats | None, functions: bool = False) -> dict[str, Any
 
 
 def seat_named(seats: Seats, name: str) -> Any:
-    """The seat of a name; ValueError with the closest one."""
+    """The seat of a name; ValueError, with the closest name, if there is none."""
     if name in seats:
         return seats[name]
     close = difflib.get_close_matches(name, seats, n=1)
@@ -85,7 +85,7 @@ def seat_named(seats: Seats, name: str) -> Any:
 
 
 async def text_of(function: SeatFunction, messages: list[Message]) -> str:
-    """The turn of a seat that is a function; ValueError if it is no text."""
+    """The turn of a seat that is a function; ValueError if it returns something other than text."""
     said = function(messages)
     text = await said if inspect.isawaitable(said) else said
     if not isinstance(text, str):
@@ -104,12 +104,12 @@ class TextSeat:
     temperature: float
 
     def begin(self, prompt: str | list[Message]) -> "TextConversation":
-        """Start a conversation; a prompt that is a string is a message of the user."""
+        """Start a conversation; a string becomes a message of the user."""
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(one) for one in prompt]
         return TextConversation(self, messages)
 
     async def answer(self, messages: list[Message], max_tokens: int | None, stop: Sequence[str]) -> tuple[str, str]:
-        """The seat's turn, and why it ended."""
+        """The text of the seat's next turn, and why it ended."""
         if not isinstance(self.seat, Seat):
             return await text_of(self.seat, messages), "stop"
         body: dict[str, Any] = {"model": self.seat.model or self.name, "messages": messages}
@@ -135,7 +135,7 @@ class TextConversation:
     """A conversation of a `TextSeat`, with the methods of an `Episode` that a game needs.
 
     Attributes:
-        messages: of the whole conversation.
+        messages: the whole conversation.
     """
 
     seat: TextSeat

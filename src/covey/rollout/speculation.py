@@ -1,7 +1,7 @@
-"""Speculative reuse: the last completions of a prompt serve as drafts when it comes again.
+"""Speculative reuse: the last completions of a prompt are drafts when the prompt is sampled again.
 
-The engine verifies such a draft in one parallel pass and decodes from the first token that it rejects (SPEC-RL, arXiv
-2509.23232; `SampleRequest.drafts`). A missing draft costs time and never changes a result.
+The engine verifies a draft in one parallel pass and decodes from the first token that it rejects (SPEC-RL, arXiv
+2509.23232; `SampleRequest.drafts`). In exact mode a missing draft costs time and never changes a result.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from covey.core.engine import SampleRequest
 from covey.core.records import Rollout
 from covey.core.stats import Mean, Stat
 
-DraftKey = tuple[int, int, int]  # prompt number (tells equal prompts apart), fingerprint (tells datasets apart), sample
+DraftKey = tuple[int, int, int]  # (number of the prompt, fingerprint of its tokens, index of the sample)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ def fingerprint(token_ids: Sequence[int]) -> int:
 class Speculation:
     """Reuse of earlier completions in a run.
 
-    Exact (`lenience=None`): a draft token is accepted if the sequence would have sampled it without a draft, by its own
-    random numbers (common random numbers, arXiv 2408.07978). These must be the numbers that the draft was sampled with,
-    so the seed of a sample is the same whenever its prompt comes, and does not depend on the batch.
+    Exact (`lenience=None`): a draft token is accepted if the sequence would have sampled it without a draft, with its
+    own random numbers (common random numbers, arXiv 2408.07978). The draft must have been sampled with the same random
+    numbers, so a sample's seed is the same whenever its prompt is sampled, and does not depend on the batch.
 
-    Lenient: a draft token is accepted with probability min(1, lenience * p_now / p_then), by fresh random numbers.
+    Lenient: a draft token is accepted with probability min(1, lenience * p_now / p_then), with new random numbers.
     """
 
     def __init__(self, max_tokens: int, lenience: float | None = None):
@@ -78,11 +78,11 @@ class Speculation:
             self.put(tuple(key), ids.tolist(), None if values is None else values.tolist())
 
     def seed_key(self, key: tuple[int | str, ...], prompt_ids: Sequence[int]) -> tuple[int | str, ...]:
-        """Key that seeds a prompt's samples with their index: `key` (the batch), or the prompt itself when exact."""
+        """Key for the seeds of a prompt's samples: `key` (of the batch), or in exact mode the prompt itself."""
         return ("reuse", fingerprint(prompt_ids)) if self.lenience is None else key
 
     def with_drafts(self, request: SampleRequest, prompt: int, samples: Sequence[int]) -> SampleRequest:
-        """The request of prompt number `prompt`, with drafts of completions `samples` where there are any."""
+        """The request for prompt number `prompt`, with stored drafts for its completions `samples`."""
         mark = fingerprint(request.prompt_ids)
         drafts = [self._drafts.get((prompt, mark, sample)) for sample in samples]
         if not any(drafts):

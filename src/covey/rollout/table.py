@@ -1,4 +1,4 @@
-"""Tables: games that several policies play with each other, of which each is trained on its own seats."""
+"""Tables: games that several policies play with each other; each policy is trained on its own seats."""
 
 import asyncio
 import threading
@@ -19,12 +19,12 @@ PlayFunction = Callable[[dict[str, Any], Players], Awaitable[Mapping[str, Any]]]
 
 
 class Table:
-    """A game at which variants of a study meet, each with a policy of its own.
+    """A game that several variants of a study play with each other, each with its own policy.
 
     Args:
-        game: a class of games, as `environment_factory` takes it, or `async (row, players) -> rollouts`, which plays
-            one game: `players` has an engine for each role, and the result the rollout, or a list of rollouts, of each.
-        players: by role, the name of the variant that plays it. A variant may play several roles.
+        game: a class of games, as for `environment_factory`, or `async (row, players) -> rollouts`, which plays one
+            game. `players` is a dictionary of engines by role; the result has for each role a rollout, or a list.
+        players: name of the variant that plays each role. A variant may play several roles.
 
     Example:
         Two adapters that are trained against each other:
@@ -33,7 +33,7 @@ class Table:
             Study(model, {"white": {}, "black": {}}, args, parts={"environment_factory": table}, ...).train()
 
     Raises:
-        ValueError: neither a game nor such a function, or roles that the game does not have.
+        ValueError: `game` is neither a class of games nor such a function, or `players` has roles that it lacks.
     """
 
     def __init__(self, game: Any, players: Mapping[str, str]):
@@ -53,7 +53,7 @@ class Table:
         self._lock = threading.Lock()
         self._games: dict[tuple[Any, ...], _Meeting] = {}
         self._arrivals: Counter[tuple[Any, ...]] = Counter()
-        self._left: RolloutError | None = None  # why a variant plays no more in this round
+        self._left: RolloutError | None = None  # why a variant plays no further games in this round
 
     def __call__(self, *given: Any) -> Any:
         raise ValueError("a Table is played by variants of a study: give it to covey.study.Study in `parts`.")
@@ -62,19 +62,19 @@ class Table:
         return [role for role, name in self.players.items() if name == variant]
 
     def seat(self, variant: str, rollouts_per_game: int) -> "TableSeat":
-        """The argument of one variant's trainer, in the place of the table."""
+        """The part that one variant's trainer gets instead of the table."""
         function = SeatedFunction if rollouts_per_game == 1 else SeatedGroupFunction
         return (SeatedGame if self.is_game else function)(self, variant, rollouts_per_game)
 
     def open(self) -> None:
-        """Forget games of an earlier round, whatever became of them."""
+        """Forget the games of earlier rounds, finished or not."""
         with self._lock:
             self._games.clear()
             self._arrivals.clear()
             self._left = None
 
     def leave(self, variant: str, error: BaseException) -> None:
-        """Fail the games of this round that wait for a variant whose sampling has failed."""
+        """Fail the games of this round that wait for a variant whose sampling failed."""
         with self._lock:
             self._left = RolloutError(f"{variant} has failed: {error}")
             for meeting in self._games.values():
@@ -91,7 +91,7 @@ class Table:
 
 @dataclass(eq=False)
 class _Meeting:
-    """One game: engines of those who have come, and the rollouts once it is over."""
+    """One game: the engines of the variants that have joined it and, at its end, the rollouts."""
 
     arrived: dict[str, "Future[EpisodeEngine]"]
     played: "Future[Played]" = field(default_factory=Future)
@@ -105,10 +105,10 @@ class _Meeting:
 
 @dataclass(eq=False)
 class TableSeat:
-    """One variant's place at a table.
+    """One variant's part of a table.
 
-    The first of the table's variants is the host: the game runs on its event loop, with the engines of all. So a game
-    is one coroutine, and what it samples does not depend on who came first.
+    The table's first variant is the host: a game is one coroutine on the host's event loop, with the engines of all
+    variants. So its samples do not depend on the order in which variants join.
     """
 
     table: Table
@@ -117,7 +117,7 @@ class TableSeat:
 
     @property
     def own(self) -> list[str]:
-        """Roles that the variant plays."""
+        """Roles that this variant plays."""
         return self.table.roles_of(self.variant)
 
     def meets(self, seats: Any) -> bool:
@@ -127,8 +127,8 @@ class TableSeat:
     async def meet(
         self, engine: EpisodeEngine, number: int, run: Callable[[Players], Awaitable[Played]]
     ) -> list[Rollout]:
-        """The variant's own rollouts of game `number` of a call, which `run` plays with the engines of all roles."""
-        suffix = ("player", self.variant)  # else all players would draw the same numbers
+        """This variant's rollouts of the `number`th game of a call; `run` plays it with the engines of all roles."""
+        suffix = ("player", self.variant)  # else all players would use the same random numbers
         key = engine.seed_key[: -len(suffix)] if engine.seed_key[-len(suffix) :] == suffix else engine.seed_key
         engine.seed_key = (*key, *suffix)
         game = (*key[1:-1], engine.sibling // self.rollouts_per_game + number)  # without seed and sample
@@ -162,7 +162,7 @@ class TableSeat:
 
 
 class SeatedGame(TableSeat):
-    """A variant's `environment_factory`: a class of games of which it plays some roles."""
+    """A variant's `environment_factory`: a class of games, of which the variant plays some roles."""
 
     def __call__(self) -> Any:
         return self.table.game()
@@ -178,7 +178,7 @@ class SeatedGame(TableSeat):
 
 
 class SeatedFunction(TableSeat):
-    """A variant's `rollout_func`: a function of one game, of which it gets its own rollout."""
+    """A variant's `rollout_func`: it plays one game and returns the variant's own rollout."""
 
     async def __call__(self, row: dict[str, Any], engine: EpisodeEngine) -> Rollout:
         (rollout,) = await self.play(row, engine)
@@ -214,7 +214,7 @@ class SeatedFunction(TableSeat):
 
 
 class SeatedGroupFunction(SeatedFunction):
-    """The same for a variant with several rollouts of a game."""
+    """A variant's `rollout_func`, for a variant with several rollouts per game."""
 
     async def __call__(self, row: dict[str, Any], engine: EpisodeEngine, n: int) -> list[Rollout]:  # type: ignore[override]
         return await self.play(row, engine)

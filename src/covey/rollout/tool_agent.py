@@ -32,7 +32,7 @@ class ToolAgent:
         self.toolbox.warn_of_failures()
 
     async def play(self, episode: Episode, toolbox: Toolbox) -> None:
-        """Continue an episode until the policy answers without a call, or may not continue."""
+        """Continue an episode until the policy answers without a call, or runs out of rounds or room."""
         rounds, executed = 0, 0
         while True:
             reply = await episode.sample()

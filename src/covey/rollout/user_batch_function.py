@@ -24,7 +24,7 @@ from covey.runtime.user_code import UserCodeError
 
 @dataclass(eq=False)
 class BatchSampler:
-    """Completions for a function that runs on another thread than the engine. Made on the engine's event loop."""
+    """Samples completions for a function on another thread than the engine. Created on the engine's event loop."""
 
     coalescer: RequestCoalescer
     codec: PromptCodec
@@ -66,7 +66,7 @@ class BatchSampler:
         ]
 
     def _within(self, params: SamplingParams, ids: Sequence[int]) -> SamplingParams:
-        """Settings with what is left of the limit of the source whose prompt these tokens are, or continue."""
+        """Settings with the remaining limit of the source to whose prompt these tokens belong."""
         begins = [known for known in self.limits if tuple(ids[: len(known)]) == known]
         if not begins:
             return params
@@ -93,9 +93,9 @@ _CURRENT: ContextVar[BatchSampler | None] = ContextVar("covey_sampling", default
 class BatchFunction:
     """A user's `(prompts, trainer) -> dict`, for all prompts of a batch at once.
 
-    The dictionary holds, for every prompt, a list in `prompt_ids`, `completion_ids` and `logprobs` (which may be None),
-    and optionally `env_mask` and `images`; log-probs of tokens with `env_mask` 0 are not read. Other fields go to the
-    reward functions, an element per prompt.
+    The dictionary has lists with one element per prompt: `prompt_ids`, `completion_ids` and `logprobs` (which may be
+    None as a whole), and optionally `env_mask` and `images`. Log-probs of tokens with `env_mask` 0 are not read. Every
+    other field is passed to the reward functions.
     """
 
     function: Callable[..., Any]
@@ -103,7 +103,7 @@ class BatchFunction:
     timeout: float  # seconds
     codec: PromptCodec
     limits: RolloutValidator
-    end_ids: Collection[int]  # any other last token means that a completion was cut off
+    end_ids: Collection[int]  # a completion whose last token is another one was cut off
     _samplers: list[BatchSampler] = field(default_factory=list, init=False)  # of the batches in flight
     _late: LateCalls = field(default_factory=partial(LateCalls, "rollout_func"), init=False)
 
@@ -111,7 +111,7 @@ class BatchFunction:
         """See `OnlineTrainer.generate_completions`."""
         current = _CURRENT.get()
         if current is None and len(self._samplers) == 1:
-            (current,) = self._samplers  # on a thread that the function has started
+            (current,) = self._samplers  # the caller is on a thread that the function has started
         if current is None or current not in self._samplers:
             raise RolloutError(
                 "completions are sampled only while rollout_func runs, and on its own thread where several batches are"

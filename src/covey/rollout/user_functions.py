@@ -25,11 +25,11 @@ MAX_LOGPROB = 1e-3  # a log-prob is at most 0, up to rounding
 
 
 class RolloutError(ValueError):
-    """A user's function, environment or tools gave no rollouts that can be trained on."""
+    """A user's function, environment or tools returned no rollouts that can be trained on."""
 
 
 class _IsolatedFunction:
-    """Runs a user's coroutine function on an event loop of its own, each call for at most `timeout` seconds."""
+    """Runs a user's coroutine function on a separate event loop, each call for at most `timeout` seconds."""
 
     def __init__(self, function: Callable[..., Awaitable[Any]], timeout: float, limits: "RolloutValidator"):
         self._function, self._timeout, self._limits = function, timeout, limits
@@ -37,7 +37,7 @@ class _IsolatedFunction:
         self._late = LateCalls("rollout_func")
 
     async def _call(self, engine: EpisodeEngine, check: Callable[[Any], T], *arguments: Any) -> T:
-        """`check` of the function's result; on that loop too, since the result's own code may hang."""
+        """`check` of the function's result, also on that loop, since code of the result itself may hang."""
         pending: set[Future[list[Completion]]] = set()
         home, generate = asyncio.get_running_loop(), engine.send
 
@@ -100,9 +100,10 @@ class GroupFunction(_IsolatedFunction):
 
 
 def _run_into(work: Coroutine[Any, Any, T], future: "Future[T]") -> None:
-    """Run a coroutine on the running loop; result, exception and cancellation go to `future`, and cancellation back.
+    """Run a coroutine on the running loop, and pass its result, exception or cancellation to `future`.
 
-    By callbacks of the task: one that is cancelled before it starts runs no line of its coroutine.
+    Cancelling `future` cancels the task. This works by callbacks of the task, because a task that is cancelled before
+    it starts runs no line of its coroutine.
     """
     loop = asyncio.get_running_loop()
     task = loop.create_task(work)
@@ -125,7 +126,10 @@ def _run_into(work: Coroutine[Any, Any, T], future: "Future[T]") -> None:
 
 
 def form_of(function: Callable[..., Any]) -> str:
-    """Form of a `rollout_func`: "rollout", "group" or, if it is no coroutine function, "batch"."""
+    """Form of a `rollout_func`: "rollout" or "group" for coroutine functions, else "batch".
+
+    ValueError if it cannot be called with the arguments of its form.
+    """
     parameters = parameters_of(function)
     if parameters is None:
         return "batch"
@@ -157,17 +161,17 @@ def form_of(function: Callable[..., Any]) -> str:
 
 @dataclass(frozen=True)
 class RolloutValidator:
-    """Limits of a rollout's tokens. `checked` runs code of the user's values: call it under the user's deadline."""
+    """Checks of a rollout that a user's code returns. `checked` runs code of its values: call it under a deadline."""
 
     vocabulary: int  # tokens that the model knows
     context: int | None  # most tokens of a rollout; None: unlimited
 
     def checked(self, rollout: Rollout) -> Rollout:
-        """A copy of the rollout with plain values; those of `extras` are shared."""
+        """A copy of the rollout with plain values (`extras` is shared); RolloutError if it cannot be trained on."""
         try:
             own = _plain_rollout(rollout)
         except (TypeError, ValueError, OverflowError) as error:
-            raise RolloutError(f"a rollout is not what it should be: {error}.") from error
+            raise RolloutError(f"a rollout cannot be used: {error}.") from error
         self._check(own)
         return own
 
@@ -257,7 +261,7 @@ def _text_or_messages(value: Any, name: str) -> str | list[Message]:
 
 
 def _plain(value: Any) -> Any:
-    """A copy with plain values, as chat templates and logs need; images stay, other objects become text."""
+    """A copy with plain values, as chat templates and logs need them; images are kept, other objects become text."""
     if isinstance(value, dict):
         return {_text(name): _plain(one) for name, one in value.items()}
     if isinstance(value, list | tuple):

@@ -1,6 +1,6 @@
 """A vision-language model's processor: text and images in, tokens and inputs of the model out.
 
-Tokens have images expanded, as the model sees them; inference servers are sent tokens where each image is one.
+Tokens have images expanded, as the model reads them; inference servers get tokens in which each image is one.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ CACHED_TEXTS = 64  # texts with images whose inputs are cached: the rollouts of 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Tokens of a text with images expanded, and the positions and inputs of these."""
+    """Tokens of a text with images expanded, and the positions and model inputs of the images."""
 
     ids: list[int]
     media: tuple[Media, ...] = ()
@@ -62,7 +62,10 @@ class Vision:
         return encoded
 
     def find(self, ids: Sequence[int], images: Sequence[Any], written: Sequence[bool]) -> tuple[Media, ...]:
-        """Images among tokens that a user's code has made: these can be trained on, but not be sent to servers."""
+        """Images among tokens that a user's code returned; they can be trained on, but not be sent to servers.
+
+        ValueError if tokens and images do not match.
+        """
         found: list[Media] = []
         at = 0
         for number, image in enumerate(images):
@@ -84,7 +87,7 @@ class Vision:
         return tuple(found)
 
     def has_stray_placeholder(self, ids: Sequence[int], media: Sequence[Media]) -> bool:
-        """True where a token before the last image stands for an image and belongs to none."""
+        """True if a token before the last image is an image placeholder that belongs to no image."""
         shown = {index for one in media for index in range(one.start, one.start + one.length)}
         last = max((one.start for one in media), default=0)
         return any(token in self.placeholders and i not in shown for i, token in enumerate(ids[:last]))

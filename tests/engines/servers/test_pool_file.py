@@ -188,7 +188,7 @@ def test_a_file_that_became_unusable_changes_nothing(servers, pool, tmp_path, te
     pool.write(first)
     engine = pool.engine()
     (tmp_path / "pool.txt").write_text(text)
-    with pytest.warns(UserWarning, match="continues with the servers that it has") as caught:
+    with pytest.warns(UserWarning, match="continues with its current servers") as caught:
         for _ in range(3):
             with engine.awake():
                 assert len(sample(engine)) == 4

@@ -419,7 +419,7 @@ def test_a_server_that_takes_no_weights_is_left_out(servers, engines):
     assert [urls for _, urls in transport.sent] == [[one.url, other.url], [other.url], [one.url], [one.url]]
 
 
-@pytest.mark.filterwarnings("ignore:.*takes no weights")
+@pytest.mark.filterwarnings("ignore:.*cannot load weights")
 def test_an_excluded_server_gets_weights_after_a_restart(servers, engines):
     one, other = servers(), servers()
     transport = RecordingSender()

@@ -224,7 +224,7 @@ def test_an_aborted_answer_ends_where_tokens_and_logprobs_do():
         (answer(kind="nonsense"), "stop, length and abort are known"),
         (answer(finish_reason=None), "stop, length and abort are known"),
         (answer(tokens=(4, 5, 6)), "2 log-probs for 3 tokens"),
-        (answer(output_token_logprobs=[[-1.0, 4, None], [-1.0, 6, None]]), "or for others"),
+        (answer(output_token_logprobs=[[-1.0, 4, None], [-1.0, 6, None]]), "log-probs of other tokens"),
         (answer(output_token_logprobs=[-1.0]), "`output_ids` and log-probs"),
         ({**answer(), "output_ids": None}, "`output_ids` and log-probs"),
     ],

@@ -1,4 +1,4 @@
-"""Agents that are programs: the endpoint they talk to, their sessions, and starting them."""
+"""Agents that are programs: starting them, the endpoint that they send requests to, and their sessions."""
 
 from covey.rollout.agents.program import AgentProgram as AgentProgram
 from covey.rollout.agents.program import RemoteAgents as RemoteAgents

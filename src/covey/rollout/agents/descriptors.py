@@ -1,4 +1,4 @@
-"""Descriptors between this process and a program: the reward that it gives, and its standard error."""
+"""File descriptors between this process and a program: one for the program's reward, one for its standard error."""
 
 import asyncio
 import os
@@ -14,19 +14,19 @@ from covey.runtime.safe_text import printable
 from covey.runtime.user_code import warn
 
 MAX_OUTPUT = 16 << 20  # bytes that a program may write to its standard error
-SHOWN = 500  # characters of it in the message of a failure
-MAX_REWARD = 100  # bytes of a number
-MAX_MESSAGES = 1000  # that are read at a time: more than the kernel holds
-CREDENTIALS = struct.Struct("3i")  # process, user and group of the sender of a message, as the kernel tells them
-SCM_CREDENTIALS = 2  # of Linux
+SHOWN = 500  # characters of standard error in the message of a failure
+MAX_REWARD = 100  # most bytes of a reward, which is a number as text
+MAX_MESSAGES = 1000  # messages that are read at a time: more than the kernel buffers
+CREDENTIALS = struct.Struct("3i")  # process, user and group of the sender of a message, filled in by the kernel
+SCM_CREDENTIALS = 2  # constant of Linux
 
 
 class RewardSocket:
-    """Socket whose other end, `given`, a program inherits to write its reward to: a number, as text.
+    """Socket whose other end, `given`, a program inherits and writes its reward to, a number as text.
 
-    What the policy runs, in a shell tool for instance, must not give the reward. Programs close the descriptor in what
-    they start, or not; it cannot be opened by way of /proc; and the kernel names the sender of each message: only
-    processes that ran before the policy's first reply are believed (`trust`), on Linux.
+    Commands that the policy runs, as in a shell tool, must not set the reward. A program may close the descriptor in
+    the processes that it starts. If it does not: a socket cannot be opened through /proc, and on Linux the kernel names
+    the sender of each message, of whom only processes that ran before the policy's first reply are trusted (`trust`).
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class RewardSocket:
         self._knows_senders = sys.platform.startswith("linux")
         if self._knows_senders:
             self._ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        self._trusted: set[int] | None = None  # None: all, as the policy has not replied yet
+        self._trusted: set[int] | None = None  # process ids; None: all, because the policy has not replied yet
         self._text: bytes | None = None
         self._refused = False
 
@@ -54,12 +54,15 @@ class RewardSocket:
         self._theirs.close()
 
     def trust(self, processes: set[int]) -> None:
-        """From now on believe these processes alone."""
+        """From now on accept rewards only from these processes."""
         self._receive()
         self._trusted = processes
 
     def value(self) -> float | None:
-        """The reward, or None; EnvironmentFailed if it is no number, or came from what the policy may have run."""
+        """The reward, or None.
+
+        EnvironmentFailed if it is not a number, or was written by a process that the policy may have started.
+        """
         self._receive()
         if self._text is None and self._refused:
             raise EnvironmentFailed(
@@ -80,7 +83,7 @@ class RewardSocket:
             raise EnvironmentFailed("the agent wrote a reward that is no number to COVEY_REWARD_FD") from error
 
     def _receive(self) -> None:
-        """Read the messages that have come; the last one counts."""
+        """Read the messages that have arrived; the last one counts."""
         for _ in range(MAX_MESSAGES):
             try:
                 text, more, flags, _ = self._ours.recvmsg(MAX_REWARD, socket.CMSG_SPACE(CREDENTIALS.size))
@@ -88,14 +91,14 @@ class RewardSocket:
                 return
             senders = {CREDENTIALS.unpack(data)[0] for _, kind, data in more if kind == SCM_CREDENTIALS}
             if not self._knows_senders or self._trusted is None or (senders and senders <= self._trusted):
-                cut = b"..." if flags & socket.MSG_TRUNC else b""  # it is no number
+                cut = b"..." if flags & socket.MSG_TRUNC else b""  # a message that was cut must not be read as a number
                 self._text = text + cut if text.strip() else self._text
             else:
                 self._refused = True
 
 
 class OutputPipe:
-    """Pipe to whose end `given` a program writes; what it has written last is kept."""
+    """Pipe whose end `given` a program writes to; the last characters are kept."""
 
     def __init__(self) -> None:
         self._ours, self.given = os.pipe()
@@ -110,7 +113,7 @@ class OutputPipe:
         os.close(self.given)
 
     async def until_end(self, child: ChildProcess) -> int:
-        """Read until the child has ended, whose exit status is returned; EnvironmentFailed if it writes too much."""
+        """Read until the child has ended, and return its exit status; EnvironmentFailed if it writes too much."""
         loop = asyncio.get_running_loop()
         full = loop.create_future()
 
@@ -137,7 +140,7 @@ class OutputPipe:
         return printable(self._last[-SHOWN:].decode(errors="replace")).strip()
 
     def _read(self) -> int:
-        """Read what the pipe holds, once."""
+        """Read the current content of the pipe, once."""
         try:
             data = os.read(self._ours, 1 << 16)
         except BlockingIOError:

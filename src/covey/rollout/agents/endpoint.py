@@ -1,6 +1,7 @@
-"""Endpoint that programs ask for completions, on 127.0.0.1 by default; each has a session, found by its key.
+"""HTTP endpoint from which programs request completions, on 127.0.0.1 by default; each program has a session.
 
-The key comes as the API's clients send it (`Authorization: Bearer`, `x-api-key`) or as the first part of the path.
+The session is found by its key, which a request has in its headers (`Authorization: Bearer`, `x-api-key`) or as the
+first part of its path.
 """
 
 import asyncio
@@ -21,15 +22,15 @@ from covey.rollout.seats import Seat
 from covey.runtime.user_code import format_error, warn
 
 MAX_BODY = 16 << 20  # bytes of a request
-MAX_AT_ONCE = 64  # requests of a session that are being answered
-CLOSING = 10.0  # seconds that closing waits for servers to end
+MAX_AT_ONCE = 64  # most concurrent requests of a session
+CLOSING = 10.0  # seconds that closing waits for the servers to end
 
 
 class AgentEndpoint:
     """The server. Use it as an async context; the code that runs the programs opens and closes sessions."""
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0, routes: Sequence[web.RouteDef] = ()) -> None:
-        """Listen at a port, 0 for any that is free; `routes` are paths in addition to those of the APIs."""
+        """Listen at `port` (0: any free one); `routes` are further paths next to those of the APIs."""
         self._address, self._routes = (host, port), routes
         self.url = ""  # without the `/v1` of the APIs' paths
         self._sessions: dict[str, AgentSession] = {}
@@ -42,7 +43,7 @@ class AgentEndpoint:
         return key
 
     def close(self, key: str) -> None:
-        """End a session and whatever is sampled for it."""
+        """End a session, and cancel what is being sampled for it."""
         self._sessions.pop(key, None)
         for task in self._busy.pop(key, ()):
             task.cancel()
@@ -54,7 +55,7 @@ class AgentEndpoint:
             app.router.add_get(f"{prefix}/v1/models", self._models)
             for path in APIS:
                 app.router.add_post(prefix + path, self._post)
-        # A body that was refused is read on for as long as `lingering_time`, so that its client reads the refusal.
+        # The rest of a refused body is read for `lingering_time`, so that the client reads the refusal.
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, lingering_time=1.0)
         await self._runner.setup()
         await web.TCPSite(self._runner, *self._address).start()
@@ -117,7 +118,7 @@ class AgentEndpoint:
         session.reply()
         if seat is None and (request.transport is None or request.transport.is_closing()):
             session.return_later(asked, answers)
-            return web.Response(status=499)  # to nobody
+            return web.Response(status=499)  # the client has disconnected
         response = api.response(body, answers)
         if not body.get("stream"):
             return web.json_response(response)
@@ -131,7 +132,7 @@ class AgentEndpoint:
         return stream
 
     async def _forward(self, seat: Seat, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        """The answer of a seat's server, as it comes."""
+        """The answer of a seat's server, passed on unchanged."""
         path = "/" + request.path.rpartition("/v1/")[2]
         headers = {"Authorization": f"Bearer {seat.key}", "x-api-key": seat.key} if seat.key else {}
         headers |= {name: value for name, value in request.headers.items() if name.lower().startswith("anthropic-")}
@@ -153,7 +154,7 @@ class AgentEndpoint:
 
 
 async def _body(request: web.Request) -> Any:
-    """The JSON of a request."""
+    """The JSON object of a request; RequestError for any other body, or one that is too large."""
     try:
         return await request.json()
     except web.HTTPRequestEntityTooLarge:
@@ -169,10 +170,10 @@ def _refused(request: web.Request) -> Api:
 
 
 class Service:
-    """Servers on one event loop, the endpoint among them, until that loop or the service ends."""
+    """Servers on one event loop, including the endpoint, until the loop or the service ends."""
 
     def __init__(self, *more: Any, endpoint: AgentEndpoint | None = None):
-        """Start on the running loop; `more` are async contexts that are entered after the endpoint."""
+        """Start on the running event loop; `more` are async contexts that are entered after the endpoint."""
         self.loop = asyncio.get_running_loop()
         self.endpoint = endpoint or AgentEndpoint()
         self.ready: asyncio.Future[None] = self.loop.create_future()
@@ -192,7 +193,7 @@ class Service:
         return bool(wait([self._ended], CLOSING).done)
 
     async def _serve(self) -> None:
-        """Run the servers, whose scopes must begin and end in one task."""
+        """Run the servers: the contexts must be entered and left in one task."""
         try:
             async with AsyncExitStack() as stack:
                 for context in self._contexts:

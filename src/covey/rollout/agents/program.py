@@ -1,7 +1,7 @@
-"""Programs as agents: `GRPOTrainer(..., agent="python my_agent.py")`, or `RemoteAgents(port)` for those elsewhere.
+"""Programs as agents: `GRPOTrainer(..., agent="python my_agent.py")`, or `RemoteAgents(port)` for remote programs.
 
-A program is started for each rollout, or asks for one over HTTP. Whatever it asks of the OpenAI or Anthropic URL that
-it is given is sampled from the policy, and its end is the rollout's.
+A program is started for each rollout, or requests one over HTTP. It gets the URL of an OpenAI or Anthropic API, whose
+completions are sampled from the policy. The rollout ends when the program ends.
 """
 
 import asyncio
@@ -35,14 +35,14 @@ from covey.runtime.user_code import warn
 AgentFunction = Callable[[dict[str, Any], str, str], Awaitable[float | None]]  # (row, base URL, key) -> the reward
 
 INHERITED = ("PATH", "LANG", "LC_ALL", "TZ", "SYSTEMROOT")  # variables that every program gets
-PATIENCE = 30.0  # seconds that a request for a session waits for a rollout
+PATIENCE = 30.0  # seconds that a request for a session waits for a rollout to play
 KEY_VARIABLE = "COVEY_AGENTS_KEY"
 
 
 class _ServedAgent:
-    """Agent whose programs ask an endpoint of this process, which is served from the first rollout on."""
+    """Agent whose programs send requests to an endpoint of this process, which is started with the first rollout."""
 
-    optional_reward = True  # reward functions, where there are any, come in the place of its own reward
+    optional_reward = True  # reward functions, if there are any, replace the agent's own reward
     text_only = True
     seats: Mapping[str, Any] = {}
     _service: Service | None = None
@@ -51,11 +51,11 @@ class _ServedAgent:
         return Service()
 
     async def _play(self, row: dict[str, Any], url: str, key: str, session: AgentSession) -> float | None:
-        """Have a program play; returns its reward."""
+        """Let a program play the rollout; returns its reward."""
         raise NotImplementedError
 
     async def play(self, row: dict[str, Any], engine: EpisodeEngine) -> Rollout:
-        """One rollout. Always to be called on the same event loop."""
+        """Play one rollout. Must always be called on the same event loop."""
         if self._service is None or self._service.loop is not asyncio.get_running_loop():
             self._service = self._start()
         service = self._service
@@ -83,18 +83,18 @@ class AgentProgram(_ServedAgent):
     """Plays each rollout with a program of its own, or with a function that talks to the URL.
 
     Args:
-        agent: a command, as one text or as a list, in which `{row}` becomes the path of a file with the dataset row as
-            JSON; or `async (row, base_url, api_key) -> reward or None`. A command reads the row from its standard
-            input, too, and may write a number to the descriptor whose number is in the variable COVEY_REWARD_FD: the
-            rollout's reward. No process that it starts after the policy's first reply can.
+        agent: a command, as a text or a list, or `async (row, base_url, api_key) -> reward or None`. In a command,
+            `{row}` is replaced by the path of a file with the dataset row as JSON; the row is also its standard input.
+            It may write the rollout's reward, a number, to the file descriptor whose number is in the variable
+            COVEY_REWARD_FD. Processes that it starts after the policy's first reply cannot.
         directory: where the command runs; the trainer's working directory by default.
-        environment: names of the trainer's variables that the command gets, or their values by name. In addition it
-            gets PATH and the URLs and keys; HOME and TMPDIR are a folder that is deleted after the rollout.
-        memory: GiB that the command and all its descendants may use.
-        processes: how many these may be.
+        environment: names of the trainer's environment variables that the command gets, or variables with values. It
+            also gets PATH, the URLs and the keys; HOME and TMPDIR are a folder that is deleted after the rollout.
+        memory: most GiB that the command and all its descendants may use together.
+        processes: most processes that the command and its descendants may have.
         seats: other models, by the name that requests give as `model`: a `Seat`, "frozen" for the policy as it is
-            when the trainer is made, or "policy:n" for the policy as it was n optimizer steps ago. What they answer is
-            not trained on. Those of the trainer's `seats` are there, too.
+            when the trainer is made, or "policy:n" for the policy as it was n optimizer steps ago. Their answers are
+            not trained on. The trainer's `seats` can be used as well.
 
     Raises:
         ValueError: the agent is neither a command nor a coroutine function.
@@ -141,7 +141,10 @@ class AgentProgram(_ServedAgent):
         self.environment = dict(environment)
 
     async def _play(self, row: dict[str, Any], url: str, key: str, session: AgentSession) -> float | None:
-        """Run the command to its end, and end all that it has started. It may fail where a request found no room."""
+        """Run the command to its end, and end all processes that it started.
+
+        EnvironmentFailed if it fails, unless the conversation had outgrown the model's context or the token budget.
+        """
         if self.function is not None:
             return await self.function(row, f"{url}/v1", key)
         folder = Path(tempfile.mkdtemp(prefix="covey-agent-"))
@@ -189,7 +192,7 @@ def _trust_processes(reward: RewardSocket, child: ChildProcess) -> None:
 
 @dataclass(eq=False)
 class _Open:
-    """A rollout that waits for an agent, or for its end."""
+    """A rollout that waits for an agent, or for the agent's end."""
 
     row: dict[str, Any]
     key: str  # of its session at the endpoint
@@ -200,16 +203,16 @@ class _Open:
 class RemoteAgents(_ServedAgent):
     """Rollouts for agents that run elsewhere; `rollout_timeout` includes the wait for an agent.
 
-    `POST /sessions` returns `{"id", "row", "base_url", "api_key", "reward_key"}` of a rollout; `POST
-    /sessions/ID/reward` with `{"reward": number or null}`, or with `{"error": text}`, ends it. The first needs the key
-    as `Authorization: Bearer`, the second that or the rollout's `reward_key`; the `api_key`, which what a policy runs
-    may know, only samples.
+    `POST /sessions` returns `{"id", "row", "base_url", "api_key", "reward_key"}` of a rollout and needs `key` as
+    `Authorization: Bearer`. `POST /sessions/ID/reward` with `{"reward": number or null}` or `{"error": text}` ends the
+    rollout and needs `key` or the rollout's `reward_key`. The `api_key` can only sample, because commands that the
+    policy runs may read it.
 
     Args:
         port: of the endpoint.
-        host: address that it listens on; others than 127.0.0.1 are open to the network, without encryption.
-        key: that agents need to get sessions; the variable COVEY_AGENTS_KEY by default.
-        seats: as of `AgentProgram`.
+        host: address to listen on; addresses other than 127.0.0.1 are open to the network, without encryption.
+        key: key with which agents get sessions; by default the environment variable COVEY_AGENTS_KEY.
+        seats: as in `AgentProgram`.
 
     Raises:
         ValueError: there is no key, or one of fewer than 16 characters.
@@ -293,7 +296,10 @@ def _error(message: str, status: int) -> web.Response:
 
 
 def with_agent(agent: Any, environment_factory: Any, tools: Any = None, rollout_func: Any = None) -> Any:
-    """The environments of a trainer: those of its `agent`, if it has one; ValueError if it has both."""
+    """The agent's environments if there is an `agent`, else `environment_factory`.
+
+    ValueError if an agent is given together with tools, a rollout function or environments.
+    """
     if agent is None:
         return environment_factory
     others = {"environment_factory": environment_factory, "tools": tools, "rollout_func": rollout_func}

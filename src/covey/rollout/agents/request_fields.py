@@ -1,4 +1,4 @@
-"""Fields of requests, which name themselves in errors, and the parts that all APIs have."""
+"""Reading of request fields, with errors that name the field, and the parts that all APIs have in common."""
 
 import base64
 import json
@@ -19,7 +19,7 @@ TYPES = {str: "a string", bool: "true or false", int: "a whole number", list: "a
 
 
 class Fields:
-    """An object of the request, and its path; fields that are null count as missing."""
+    """An object in a request with its path, for errors; fields that are null count as missing."""
 
     def __init__(self, given: Any, path: str):
         if not isinstance(given, dict):
@@ -55,12 +55,12 @@ class Fields:
                 raise self.wrong(name, f"left out, as it is not supported: {instead}")
 
     def content(self, name: str) -> Any:
-        """A message's content: its text, or text and images as parts; thinking that comes back is left out."""
+        """A message's content: its text, or text and images as parts. Thinking that a client sends back is dropped."""
         content = self.get(name, str, list)
         return joined_content(self.objects(name)) if isinstance(content, list) else content or ""
 
     def call(self, arguments: str) -> Body:
-        """A call of a function, whose arguments are an object or its JSON."""
+        """A function call, whose arguments may be an object or JSON text."""
         value = self.get(arguments, str, dict) or {}
         with suppress(ValueError, RecursionError):
             value = json.loads(value.strip() or "{}") if isinstance(value, str) else value
@@ -107,7 +107,7 @@ def joined_content(parts: Sequence[Fields]) -> Any:
 
 
 def _image(part: Fields, kind: str) -> Any:
-    """The image of a part: base64 alone, as an address would have this process read files and ask servers."""
+    """The image of a part, only as base64: with an address, this process would read files or contact servers."""
     if kind == "image":
         source = part.inner("source", needed=True)
         source.choice("type", ("base64",))

@@ -1,8 +1,8 @@
 """Sessions: all requests of one program, as the strands of one rollout.
 
-A request whose messages begin with an earlier one's and with the policy's reply to it continues that conversation token
-for token: no sampled token is encoded again. Any other request opens a strand of its own, which shares the longest
-prefix of tokens with an earlier one. In the rollout each sampled token comes once.
+A request whose messages begin with those of an earlier request and the policy's reply to it continues that conversation
+token for token: sampled tokens are never encoded again. Any other request starts a new strand, which shares the longest
+prefix of tokens with an earlier one. In the rollout each sampled token occurs once.
 """
 
 import asyncio
@@ -28,12 +28,12 @@ from covey.rollout.seats import Seats, text_of
 from covey.rollout.tool_agent import as_message
 from covey.rollout.tools.parsers import TOOL_PARSERS, parser_for, read_turn
 
-MAX_STRANDS = 64  # of a rollout
-FULL = "context_length_exceeded"  # code of a request that there is no room to answer
+MAX_STRANDS = 64  # most strands of a rollout
+FULL = "context_length_exceeded"  # error code of a request that leaves no room for an answer
 
 
 class RequestError(Exception):
-    """A request that cannot be answered; message, code and the field's name go back to the program."""
+    """A request that cannot be answered; message, code and field name are returned to the program."""
 
     def __init__(self, message: str, code: str = "invalid_request_error", status: int = 400, param: str | None = None):
         super().__init__(message)
@@ -51,7 +51,7 @@ class ChatRequest:
     max_tokens: int | None = None
 
     def digests(self) -> list[bytes]:
-        """A digest of the tools, then one of each beginning of the conversation."""
+        """A digest of the tools, and then one of each prefix of the conversation."""
         return list(accumulate(self.messages, digest_after, initial=_digest(b"", self.tools)))
 
     def digest(self) -> bytes:
@@ -71,7 +71,7 @@ class Answer:
 @dataclass(eq=False)
 class _Strand:
     episode: Episode
-    own: int  # tokens, prompt included, that it has in common with the episode that it is a fork of
+    own: int  # tokens, including the prompt, that it shares with the episode that it was forked from
 
 
 class _Turn(NamedTuple):
@@ -82,7 +82,7 @@ class _Turn(NamedTuple):
 
 
 def digest_after(digest: bytes, message: Message) -> bytes:
-    """Digest of a conversation and one more message: ids of calls and space around a reply make no difference."""
+    """Digest of a conversation and one more message; ids of calls and white space around a reply are ignored."""
     content = message.get("content") or ""
     if message["role"] == "assistant" and isinstance(content, str):
         content = content.strip()
@@ -97,7 +97,7 @@ def _digest(before: bytes, value: Any) -> bytes:
 
 @dataclass(eq=False, repr=False)
 class AgentSession:
-    """Requests of one rollout's program. What its engine samples from now on counts towards the rollout's budget."""
+    """Requests of one rollout's program. Tokens that its engine samples count towards the rollout's token budget."""
 
     engine: EpisodeEngine
     seats: Seats = field(default_factory=dict)  # other models, by the name in a request
@@ -123,17 +123,17 @@ class AgentSession:
         return bool(self._turns)
 
     def of(self, model: Any, headers: Mapping[str, str]) -> "AgentSession":
-        """The session that a request belongs to, by the model that it names and its headers: this one."""
+        """The session that a request belongs to: this one; subclasses may choose by model name or headers."""
         return self
 
     def reply(self) -> None:
-        """Note that a reply is about to leave: what the program starts from now on may do what a model has written."""
+        """Call `before_reply` once, before the first reply is sent: later processes may be started by the policy."""
         if self.before_reply is not None:
             self.before_reply()
             self.before_reply = None
 
     async def answer(self, request: ChatRequest) -> list[Answer]:
-        """Sample the completions of a request; RequestError if it cannot be answered."""
+        """Sample the completions of a request; RequestError if the request cannot be answered."""
         digest = request.digest()
         if (undelivered := self._undelivered.pop((digest, request.n), None)) is not None:
             return undelivered
@@ -147,7 +147,7 @@ class AgentSession:
         return [self._record(request, digest, strand, reply) for strand, reply in found if reply is not None]
 
     async def answer_from(self, seat: Any, request: ChatRequest) -> list[Answer]:
-        """Completions of another engine with the policy's tokenizer, or of a function: no part of the rollout."""
+        """Completions of a seat's engine or function, which are not part of the rollout."""
         if not hasattr(seat, "generate"):
             texts = [await text_of(seat, request.messages) for _ in range(request.n)]
             replies = [Reply(text, [], FinishReason.STOP) for text in texts]
@@ -166,7 +166,7 @@ class AgentSession:
         return [self._answer(*pair, len(encoded.ids)) for pair in zip(messages, replies, strict=True)]
 
     def return_later(self, request: ChatRequest, answers: list[Answer]) -> None:
-        """Keep the answers to a request whose client has gone, for the same request again."""
+        """Keep the answers to a request whose client has disconnected, in case it sends the same request again."""
         self._undelivered[request.digest(), request.n] = answers
 
     @property
@@ -177,22 +177,23 @@ class AgentSession:
         )
 
     async def _send(self, request: SampleRequest) -> list[Completion]:
-        """Completions, cut to what is left of the budget.
+        """Completions, cut to the rest of the token budget.
 
-        Requests at once are each sampled with all that is left; the caller takes a completion before another arrives.
+        Concurrent requests are each sampled with the whole rest; completions are counted one after the other, so later
+        ones may be cut.
         """
         (completion,) = await self._generate(request)
         fits = len(completion.token_ids) <= (left := max(0, self._left))
         return [completion if fits else first_tokens(completion, left, FinishReason.LENGTH)]
 
     def _no_room(self, reason: str) -> RequestError:
-        """The error in the words by which clients know that they need not ask again."""
+        """The error in the wording by which clients recognise that a retry is useless."""
         self.full = True
         known = "prompt is too long: this model's maximum context length is reached"
         return RequestError(f"{known}, as {reason}", FULL)
 
     def _begin(self, request: ChatRequest) -> list[_Strand]:
-        """The strands that the request is to be sampled in: one that it continues, or new ones."""
+        """The strands to sample the request in: the one that it continues, or new ones."""
         if len(self._strands) + request.n > MAX_STRANDS:
             raise self._no_room(f"a rollout has at most {MAX_STRANDS} conversations that do not continue one another.")
         if self.engine.templates.codec.vision is None and has_images(request.messages):
@@ -221,7 +222,7 @@ class AgentSession:
         return [strand, *(self._add(strand.episode.fork(), size) for _ in range(request.n - 1))]
 
     def _continued(self, turn: _Turn, added: list[Message]) -> _Strand | None:
-        """The strand that continues with these messages; None where the chat template would rewrite sampled tokens."""
+        """The strand with these messages appended; None if the chat template would change sampled tokens."""
         episode = turn.strand.episode
         if not added:
             return None
@@ -264,7 +265,7 @@ class AgentSession:
         return self._answer(message, reply, prompt_tokens)
 
     def _message(self, request: ChatRequest, tools: list[dict[str, Any]], reply: Reply, opened: str) -> Message:
-        """A reply with its calls read, up to a stop text; `opened` is text before it that opens thinking."""
+        """A reply with its calls parsed, cut at a stop text; `opened` is the text before it that opens thinking."""
         message: Message = {"role": "assistant", "content": reply.text}
         if tools:
             try:
@@ -291,7 +292,7 @@ class AgentSession:
         return Answer(sent, finish, reply, prompt_tokens)
 
     def rollout(self, finish: FinishReason | None = None, **extras: Any) -> Rollout:
-        """The finished rollout: its completion is every message after the first request, in the order of time."""
+        """The finished rollout; its completion has all messages after the first request, in the order of time."""
         assert self.asked, "the program has asked"
         last = self._turns[-1].strand.episode
         finish = FinishReason.LENGTH if self.full else last.finish or finish or FinishReason.STOP
@@ -304,11 +305,11 @@ class AgentSession:
 
 
 def join_strands(parts: Sequence[tuple[Rollout, int]]) -> tuple[Rollout, dict[tuple[int, int], int]]:
-    """One rollout of several, and the last token of each turn by (part, number of the turn, from 1).
+    """One rollout with all parts as strands, and the last token of each turn by (part, number of the turn from 1).
 
-    Each part comes with the number of its first tokens, prompt included, that an earlier part has sampled or read. A
-    part shares at least these, and at most the tokens before its own first sampled one: equal tokens that were sampled
-    twice are trained on twice.
+    Each part is given with the number of its first tokens, including the prompt, that an earlier part has sampled or
+    read. A part shares at least these tokens, and at most those before its own first sampled token: equal tokens that
+    were sampled twice are trained on twice.
     """
     first = parts[0][0]
     prompt = len(first.prompt_ids)
@@ -355,7 +356,7 @@ def join_strands(parts: Sequence[tuple[Rollout, int]]) -> tuple[Rollout, dict[tu
 
 
 def _with_routes(routes: Tensor, of_part: Tensor | None, position: np.ndarray, tokens: int) -> Tensor:
-    """Routes of the first `tokens` tokens of a rollout, with a part's at the places of its tokens that had none."""
+    """Routes of a rollout's first `tokens` tokens, where tokens without a route get the one from another part."""
     routes = torch.cat([routes, unknown_like(routes, tokens - len(routes))])
     if of_part is not None:
         places = torch.from_numpy(position[: len(of_part)])
@@ -365,7 +366,7 @@ def _with_routes(routes: Tensor, of_part: Tensor | None, position: np.ndarray, t
 
 
 def _common(tokens: np.ndarray, others: np.ndarray) -> int:
-    """Number of first tokens that are equal."""
+    """Length of the common prefix."""
     size = min(len(tokens), len(others))
     differ = np.flatnonzero(tokens[:size] != others[:size])
     return int(differ[0]) if len(differ) else size

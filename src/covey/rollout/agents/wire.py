@@ -1,4 +1,4 @@
-"""APIs that programs talk in, as translations to `ChatRequest` and back: OpenAI's two and Anthropic's.
+"""APIs for programs, as translations to and from `ChatRequest`: OpenAI's chat completions and responses, Anthropic's.
 
 To add one, write an `Api` and add it to `APIS`.
 """

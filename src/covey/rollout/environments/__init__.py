@@ -1,4 +1,4 @@
-"""Environments: objects that rollouts act in, one for each rollout; adapters for those of other libraries."""
+"""Environments: objects that rollouts act in, one per rollout; and adapters for environments of other libraries."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Agents for environments: they take one from the pool and play the rollout from `reset` to its reward."""
+"""Agents for environments: they take an environment from the pool and play a rollout from `reset` to its reward."""
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ from covey.runtime.user_code import call_all, warn
 OBJECTS, REWARD, SCORES = "environments", "environment_reward", "environment_scores"
 """Keyword arguments of reward functions: the objects, the reward that each gave its rollout, its scores by name."""
 REWARD_NUMBER = "environment_reward_number"
-"""The same: which of several rewards of environments a rollout has, from 0."""
+"""Keyword argument of reward functions: index of the environment's reward among several (`RewardSource`)."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class RewardSource:
     """Environments of one class, which give a reward of their own."""
 
     kind: Any  # the class
-    name: str  # of the reward: that of the class, unless it has a `reward_name`
+    name: str  # of the reward: the class's `reward_name`, else its name
 
     @classmethod
     def of(cls, environment: Any) -> "RewardSource":
@@ -38,12 +38,12 @@ class RewardSource:
 
 @dataclass(eq=False)
 class EnvironmentAgent:
-    """Plays rollouts in environments of a pool; rollouts of one turn, in environments that have `reset` alone."""
+    """Plays rollouts in environments of a pool; here rollouts of one turn, for environments that only have `reset`."""
 
     pool: EnvironmentPool
     gives_reward: bool
-    needs: Sequence[str] = ()  # columns that `reset` has no defaults for
-    source: RewardSource = RewardSource(object, "environment")  # where it gives one
+    needs: Sequence[str] = ()  # columns that `reset` needs, because its arguments have no defaults
+    source: RewardSource = RewardSource(object, "environment")  # of the environment's reward, if it gives one
 
     def __post_init__(self) -> None:
         self.gives_objects = self.pool.limit is None
@@ -84,7 +84,7 @@ class EnvironmentAgent:
         self.pool.close()
 
     async def _play(self, lease: Lease, episode: Episode) -> interface.Reward:
-        """Play from the prompt to the end; returns rewards of turns, where the environment gives them."""
+        """Play from the prompt to the end; returns the rewards of turns, if the environment gives them."""
         await episode.sample()
         return None
 
@@ -94,8 +94,8 @@ class ToolEnvironmentAgent(EnvironmentAgent):
     """Plays environments whose public methods are tools."""
 
     _: KW_ONLY
-    agent: ToolAgent  # with the methods of one of the environments, and further tools
-    methods: Collection[str]  # names of the tools that are methods
+    agent: ToolAgent  # its tools are the methods of one of the environments, and further tools
+    methods: Collection[str]  # names of the tools that are methods of the environment
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -110,7 +110,7 @@ class ToolEnvironmentAgent(EnvironmentAgent):
 
 
 class EnvironmentToolbox(Toolbox):
-    """The methods of one environment, as described for another of its kind, and further tools."""
+    """Toolbox of one environment's methods, with schemas taken from another one of its class, and of further tools."""
 
     def __init__(self, lease: Lease, described: Toolbox, methods: Collection[str]):
         super().__init__(list(described.tools.values()), timeout=lease.seconds, loop=lease.loop)
@@ -118,7 +118,7 @@ class EnvironmentToolbox(Toolbox):
         self._lease, self._methods = lease, methods
 
     async def answer(self, turn: AssistantTurn, first_id: int = 0) -> list[ToolResult]:
-        """As `Toolbox.answer`; raises EnvironmentFailed if a method was abandoned, since the state is unknown."""
+        """As `Toolbox.answer`; EnvironmentFailed if a method was abandoned, since its state is unknown."""
         results = await super().answer(turn, first_id)
         if self._lease.lost is not None:
             raise interface.EnvironmentFailed(self._lease.lost)
@@ -138,10 +138,10 @@ class EnvironmentToolbox(Toolbox):
 
 @dataclass(eq=False)
 class TextEnvironmentAgent(EnvironmentAgent):
-    """Plays environments with `step(text)`: the policy's turn is the action, the observation answers it."""
+    """Plays environments with `step(text)`: a turn of the policy is the action, the observation answers it."""
 
     max_turns: int | None = None
-    turn_end: Callable[[int], Any] | None = None  # makes the end of turn k for reward functions; None: rewards add up
+    turn_end: Callable[[int], Any] | None = None  # turn number -> its end (`TurnEnd`); None: rewards of turns add up
 
     async def _play(self, lease: Lease, episode: Episode) -> interface.Reward:
         rewards: list[float | None] = []
@@ -168,7 +168,7 @@ class TextEnvironmentAgent(EnvironmentAgent):
 
 
 class PlayedEnvironment(RolloutFunction):
-    """An environment that plays whole rollouts itself: an object with `async play(row, engine)`, closed at the end."""
+    """Plays rollouts by an environment's own `async play(row, engine)`, and closes the environment at the end."""
 
     gives_reward = True
 
@@ -177,7 +177,7 @@ class PlayedEnvironment(RolloutFunction):
         self.source = RewardSource(type(environment), getattr(environment, "reward_name", "environment"))
         self.sources = [self.source]
         self.optional_reward = getattr(environment, "optional_reward", False)
-        self.text_only = getattr(environment, "text_only", False)  # it would not see a row's images
+        self.text_only = getattr(environment, "text_only", False)  # True: it does not see images of rows
         self._environment = environment
         self._at_end = weakref.finalize(self, _close, environment)
 
@@ -186,7 +186,7 @@ class PlayedEnvironment(RolloutFunction):
 
 
 class PlayedTeam(GroupFunction):
-    """An environment of several agents that plays whole episodes: `async play_team(row, engine, n) -> n rollouts`."""
+    """Plays episodes of several agents by an environment's own `async play_team(row, engine, n) -> n rollouts`."""
 
     gives_reward = True
 
@@ -204,7 +204,7 @@ class PlayedTeam(GroupFunction):
 
 
 def filled_up(rollouts: Sequence[Rollout], n: int) -> list[Rollout]:
-    """Rollouts of an episode, of which there may be fewer than `n`, with absent ones that nothing is learned from."""
+    """Rollouts of an episode, filled up to `n` with absent ones, which are not trained on."""
     if not 0 < len(rollouts) <= n:
         raise interface.EnvironmentFailed(
             f"the episode has {len(rollouts)} rollouts that are trained, and rollouts_per_game={n} allows 1 to {n}: set"
@@ -222,7 +222,7 @@ def _close(environment: Any) -> None:
 
 
 class NamedEnvironments:
-    """Plays each rollout in the environment that the column `environment` of its row names."""
+    """Plays each rollout in the environment named in its row's column `environment`."""
 
     COLUMN = "environment"
 

@@ -1,4 +1,4 @@
-"""Games of several seats: an environment with `roles`, in which the policy plays every seat that no opponent has."""
+"""Games of several seats: environments with `roles`, of which the policy plays those that no opponent has."""
 
 import inspect
 from collections.abc import Callable
@@ -14,24 +14,24 @@ from covey.rollout.table import Played, Players, TableSeat
 from covey.rollout.user_functions import GroupFunction, RolloutError, RolloutValidator
 
 METHODS = ("reset", "turn", "observe", "move", "rewards")
-"""Methods of a game: `reset(**row)` begins one, `turn()` gives the role that moves next or None at the end,
-`observe(role)` what it is shown before it does, `move(role, text)` plays, and `rewards()` gives each role's reward.
-There may be a `close()`, which is called at the end; `reset`, `move` and `close` may be async."""
+"""Methods of a game: `reset(**row)` begins a game, `turn()` returns the role that moves next or None at the end,
+`observe(role)` returns what the role is shown before its move, `move(role, text)` makes the move, and `rewards()`
+returns each role's reward. An optional `close()` is called at the end; `reset`, `move` and `close` may be async."""
 
 
 def is_game(factory: Any) -> bool:
-    """True for a class of games, or for what makes one and says its `roles`."""
+    """True for a class of games, or for a factory of games with an attribute `roles`."""
     return callable(factory) and isinstance(getattr(factory, "roles", None), list | tuple)
 
 
 async def _settled(result: Any) -> None:
-    """Wait for the method of a game that is async."""
+    """The result of a game's method, awaited if it is async."""
     if inspect.isawaitable(result):
         await result
 
 
 class PlayedGame(GroupFunction):
-    """Plays games: a rollout for each seat that the policy has, with its role, reward and outcome."""
+    """Plays games and returns a rollout for each seat of the policy, with its role, reward and outcome."""
 
     gives_reward, text_only = True, True
 
@@ -42,13 +42,13 @@ class PlayedGame(GroupFunction):
         self.sources = [RewardSource(factory, name)]
 
     def trained(self, seats: Any) -> list[str]:
-        """Roles that no opponent plays, nor another variant of a study."""
+        """Roles that the policy plays: no opponent has them, nor another variant of a study."""
         if isinstance(self.factory, TableSeat):
             return self.factory.own
         return [role for role in self.roles if role not in seats]
 
     async def _play(self, row: dict[str, Any], engine: EpisodeEngine, n: int) -> list[Rollout]:
-        """As many games as have n trained seats together, one after the other, so that seeds do not depend on time."""
+        """Play games one after another, so that seeds do not depend on time, until they have n trained seats."""
         trained = self.trained(engine.seats)
         rollouts: list[Rollout] = []
         for number in range(n // max(len(trained), 1)):
@@ -76,7 +76,7 @@ class PlayedGame(GroupFunction):
         await _settled(game.reset(**interface.accepted(game.reset, row)))
 
         def shown(role: str) -> bool:
-            """Show a seat the game; False where its episode has no room for that."""
+            """Show the game to a seat; False if the seat's episode has no room for it."""
             observation = interface.checked_observation(game.observe(role), f"{type(game).__name__}.observe")
             if role in seats:
                 return seats[role].write(interface.as_messages(observation or ""))

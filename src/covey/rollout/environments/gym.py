@@ -12,20 +12,20 @@ from covey.runtime.calling_thread import threaded
 
 @threaded
 class GymEnvironment:
-    """Makes text environments of a gymnasium environment; gives the rows that they start from.
+    """Factory of text environments from a gymnasium environment, and of dataset rows to start them from.
 
     Args:
         make: the environment's id, or a function without arguments that makes one.
         actions: an action for each word; the last of these words in the policy's text counts.
-        parse: instead of `actions`: the policy's text -> an action. Raises `ValueError` for text that is no action; the
-            policy is shown its message.
-        show: (observation, environment) -> text or messages for the policy. By default text as it is, the rendering of
-            an environment with `render_mode="ansi"`, and `str` of anything else.
+        parse: instead of `actions`: the policy's text -> an action. It raises `ValueError` for text that is not an
+            action; the policy is shown the message.
+        show: (observation, environment) -> text or messages for the policy. By default a text observation itself, the
+            rendering of an environment with `render_mode="ansi"`, or `str` of anything else.
         instructions: the user's message before the first observation.
         system: a system message, or None.
-        invalid_reward: of text that is no action; the environment does not change.
-        turn_rewards: give the reward of each turn to that turn rather than their sum to the whole.
-        max_turns: turns of the policy.
+        invalid_reward: reward of text that is not an action; the environment does not change.
+        turn_rewards: reward each turn separately, instead of the completion with the sum.
+        max_turns: most turns of the policy.
         settings: further arguments of `gymnasium.make`.
 
     Example:
@@ -81,11 +81,11 @@ class GymEnvironment:
         return GymText(environment, self.parse or str.strip, self.show, self.invalid_reward)
 
     def dataset(self, size: int, seed: int = 0) -> list[dict[str, Any]]:
-        """Rows for `train_dataset`, each with a seed for `reset` that all its rollouts share.
+        """Rows for `train_dataset`, each with a seed for `reset` that all rollouts of the row share.
 
         Args:
-            size: how many.
-            seed: of the first.
+            size: number of rows.
+            seed: seed of the first row; the others count up from it.
         """
         return [{"prompt": instructed(self), "seed": seed + i} for i in range(size)]
 

@@ -1,4 +1,4 @@
-"""Interface of environments: methods that are tools, columns that `reset` takes, and checks of return values."""
+"""Interface of environments: methods that are tools, columns that `reset` gets, and checks of return values."""
 
 import copy
 import inspect
@@ -45,14 +45,14 @@ def tool_methods(environment: Any) -> list[Callable[..., Any]]:
 
 
 class Given(dict):
-    """A dictionary of a row without the keys that are None: `given[key]` is None, and `given.get(key, default)` not."""
+    """A row's dictionary without keys whose value is None: `given[key]` is None then, `given.get(key, x)` is x."""
 
     def __missing__(self, key: Any) -> None:
         return None
 
 
 def accepted(function: Callable[..., Any], row: dict[str, Any]) -> dict[str, Any]:
-    """Columns of a row that the function takes, without None, with which tables fill up what a row does not have."""
+    """Columns of a row that the function takes, without those that are None because only other rows have them."""
     parameters, needed = parameters_of(function), required(function)
     given = {name: _given(value) for name, value in row.items() if value is not None or name in needed}
     if parameters is None or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
@@ -77,7 +77,7 @@ def _by_name(parameter: inspect.Parameter) -> bool:
 
 
 def library(name: str, distribution: str) -> ModuleType:
-    """The package of an adapter; raises ImportError with the command that installs it."""
+    """The package that an adapter needs; ImportError, with the command that installs it, if it is missing."""
     try:
         return import_module(name)
     except ImportError as error:
@@ -86,7 +86,7 @@ def library(name: str, distribution: str) -> ModuleType:
 
 
 def checked_observation(value: Any, where: str) -> Observation | None:
-    """Text, messages, or None; a PIL image, or a list with images among other things, becomes parts. All is copied."""
+    """A checked copy of an observation: text, messages or None; an image or a list with images becomes parts."""
     if value is None or isinstance(value, str):
         return value
     if is_conversational(value) and all(isinstance(one, dict) and "role" in one for one in value):
@@ -100,9 +100,10 @@ def checked_observation(value: Any, where: str) -> Observation | None:
 
 
 def checked_step(value: Any, where: str) -> tuple[Observation | None, float | None, bool, bool]:
-    """`(observation, reward, done, truncated)` of what a text environment's `step` returns; truncated ones are done.
+    """`(observation, reward, done, truncated)` from the value of a text environment's `step`; truncated implies done.
 
-    That is `(observation, reward, done, info)`, or gymnasium's `(observation, reward, terminated, truncated, info)`.
+    `step` returns `(observation, reward, done, info)`, or gymnasium's `(observation, reward, terminated, truncated,
+    info)`.
     """
     if not isinstance(value, tuple) or len(value) not in (4, 5):
         raise EnvironmentFailed(
@@ -120,7 +121,7 @@ def checked_step(value: Any, where: str) -> tuple[Observation | None, float | No
 
 
 def checked_reward(value: Any, where: str) -> Reward:
-    """A number, None, or a list of `(end, reward)` for the steps of the completion."""
+    """A checked reward: a number, None, or a list of `(end, reward)` for steps of the completion."""
     if isinstance(value, list):
         if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value):
             raise EnvironmentFailed(f"{where} returned {format_value(value)}; steps are a list of (end, reward)")
@@ -129,7 +130,7 @@ def checked_reward(value: Any, where: str) -> Reward:
 
 
 def checked_number(value: Any, name: str) -> float | None:
-    """A finite number, of Python, numpy or torch, or None."""
+    """A checked reward: a finite number of Python, numpy or torch as a float, or None."""
     if value is None:
         return None
     number = value
@@ -141,9 +142,9 @@ def checked_number(value: Any, name: str) -> float | None:
 
 
 def initial_prompt(prompt: Any, opening: Observation | None) -> list[Message]:
-    """The prompt that an episode begins with: the row's, with what the environment's `reset` returned at its end.
+    """The prompt of an episode: the row's prompt, followed by the observation that the environment's `reset` returned.
 
-    Without either it is an empty message of a user.
+    If there is neither, it is an empty message of a user.
     """
     if prompt is None or prompt == []:
         return as_messages(opening or "")

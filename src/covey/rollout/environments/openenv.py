@@ -1,8 +1,8 @@
 """OpenEnv environments as text environments: `environment_factory=OpenEnvironment("http://localhost:8000", "message")`.
 
-An environment runs in a server of its own; each rollout has a session there, through OpenEnv's client. Servers are not
-started here, and environments with MCP tools are not supported. `OpenEnvGame` is an environment of several players, of
-whom each is a seat.
+An environment runs in a server of its own, in which each rollout has a session, through OpenEnv's client. Servers are
+not started here, and environments with MCP tools are not supported. `OpenEnvGame` is for environments of several
+players, each of them a seat.
 """
 
 import asyncio
@@ -24,21 +24,21 @@ NOT_SHOWN = frozenset({"done", "reward", "metadata"})  # fields of an observatio
 @threaded
 @dataclass(eq=False)
 class OpenEnvironment:
-    """Opens sessions of an OpenEnv server; gives the rows that they start from.
+    """Factory of sessions of an OpenEnv server, and of dataset rows to start them from.
 
     Args:
         client: the server's address, or a function without arguments that makes a client of it.
-        action: the name of the action's one field, which gets the policy's text, or a function from text to an action
-            of the client. It raises `ValueError` for text that is no action; the policy is shown its message.
+        action: the name of the action's only field, which gets the policy's text, or a function from text to an action
+            of the client. It raises `ValueError` for text that is not an action; the policy is shown the message.
         show: observation -> text or messages for the policy. By default the observation's fields as JSON, or the text
             of its only field.
         instructions: the user's message before the first observation.
         system: a system message, or None.
-        invalid_reward: of text that is no action; the environment does not change.
-        turn_rewards: give the reward of each turn to that turn rather than their sum to the whole.
-        max_turns: turns of the policy.
-        max_environments: sessions that the server allows at a time (its `max_concurrent_envs`, 1 unless the server says
-            otherwise); rollouts wait for one. None: one for each rollout.
+        invalid_reward: reward of text that is not an action; the environment does not change.
+        turn_rewards: reward each turn separately, instead of the completion with the sum.
+        max_turns: most turns of the policy.
+        max_environments: most sessions at a time, as the server allows (`max_concurrent_envs`, by default 1); rollouts
+            wait for a free one. None: one for each rollout.
     """
 
     client: str | Callable[[], Any]
@@ -60,12 +60,12 @@ class OpenEnvironment:
     def dataset(
         self, size: int | None = None, seed: int = 0, resets: Sequence[Mapping[str, Any]] | None = None
     ) -> list[dict[str, Any]]:
-        """Rows for `train_dataset`, each with arguments for `reset` that all its rollouts share.
+        """Rows for `train_dataset`, each with arguments for `reset` that all rollouts of the row share.
 
         Args:
-            size: how many, each with a seed of its own.
-            seed: of the first.
-            resets: instead of a size: what each row gives to the environment's `reset`.
+            size: number of rows, each with its own seed.
+            seed: seed of the first row.
+            resets: instead of `size`: the arguments of the environment's `reset` for each row.
         """
         return _rows(self, size, seed, resets)
 
@@ -125,11 +125,11 @@ def _client(given: str | Callable[[], Any]) -> Any:
 class OpenEnvGame:
     """A game of several players in an OpenEnv server: `environment_factory=OpenEnvGame(url, "move", roles=(...))`.
 
-    Every step of the environment is a move of one role. The policy plays the roles that no opponent has (`seats`).
+    Every step of the environment is a move of one role. The policy plays the roles that have no opponent in `seats`.
 
     Args:
         client: the server's address, or a function without arguments that makes a client of it.
-        action: as of `OpenEnvironment`; text that is no action ends the game.
+        action: as in `OpenEnvironment`; text that is not an action ends the game.
         roles: names of the players, in the order in which they move if there is no `turn`.
         turn: observation -> the role that moves next, or None at the end; by default all move in turn until the
             environment is done.
@@ -138,8 +138,8 @@ class OpenEnvGame:
         outcome: last observation -> text for the record ("draw" is counted), or None.
         instructions: the user's message before the first observation.
         system: a system message, or None.
-        invalid_reward: of the role whose text is no action; the others get nothing then.
-        max_environments: sessions that the server allows at a time, for which games wait. None: one for each game.
+        invalid_reward: reward of a role whose text is not an action; the other roles get no reward then.
+        max_environments: most sessions at a time, as the server allows; games wait for one. None: one for each game.
     """
 
     client: str | Callable[[], Any]
@@ -174,7 +174,7 @@ class OpenEnvGame:
         return _rows(self, size, seed, resets)
 
     def sessions(self) -> asyncio.Semaphore | None:
-        """Sessions that are free on the running event loop; None: any number."""
+        """Semaphore of free sessions on the running event loop; None: any number."""
         if self.max_environments is None:
             return None
         return self._free.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_environments))
@@ -189,8 +189,8 @@ class OpenEnvMatch:
     observation: Any = None
     done: bool = False
     moves: int = 0
-    wrong: str | None = None  # the role whose text was no action
-    earned: dict[str, float | None] = field(default_factory=dict)  # by role, where the environment gives rewards
+    wrong: str | None = None  # the role whose text was not an action
+    earned: dict[str, float | None] = field(default_factory=dict)  # reward by role, if the environment gives rewards
 
     async def reset(self, reset: dict[str, Any] | None = None) -> None:
         given = {name: value for name, value in (reset or {}).items() if value is not None}  # tables fill up with None
@@ -258,7 +258,7 @@ async def _answer(result: Any) -> Any:
 
 
 def shown(observation: Any) -> str:
-    """An observation's fields as JSON; the text itself where there is one field and it is text."""
+    """An observation's fields as JSON; if the only field is text, the text itself."""
     fields = observation.model_dump() if hasattr(observation, "model_dump") else observation
     if not isinstance(fields, dict):
         return str(fields)

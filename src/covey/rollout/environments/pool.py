@@ -1,6 +1,6 @@
-"""Pool of environments: one for each rollout under way, reset and used again; calls of their methods have deadlines.
+"""Pool of environments: one per running rollout, reset and reused; calls of their methods have deadlines.
 
-One that hung or failed is discarded. Each is closed exactly once, at the latest when the process ends.
+An environment that hung or failed is discarded. Each is closed exactly once, at the latest when the process ends.
 """
 
 import asyncio
@@ -33,22 +33,22 @@ CLOSING_GRACE = 1.0  # seconds beyond the deadline of `close` that the pool wait
 
 
 class EnvironmentWarning(UserWarning):
-    """Something is wrong with an environment, and the run continues."""
+    """Warning of a problem with an environment; the run continues."""
 
 
 class Lease:
-    """An environment that a rollout uses, called once at a time.
+    """An environment that is lent to a rollout; its methods are called one at a time.
 
-    Its ordinary methods run on the thread that waits for the rollouts, where one does (`waits_here`); else on a thread
-    of its own, and a deadline includes the wait for earlier calls.
+    Ordinary methods run on the thread that waits for the rollouts, if there is one (`waits_here`), else on a thread of
+    the environment's own. A deadline includes the wait for earlier calls.
     """
 
     def __init__(
         self, loop: LoopThread, seconds: float, late: LateCalls, environment: Any = None, waits_here: bool = False
     ):
         self.loop, self.seconds, self.late, self.waits_here = loop, seconds, late, waits_here
-        self.environment = environment  # None until it is made
-        self.lost: str | None = None  # why the environment can no longer be used
+        self.environment = environment  # None until it has been made
+        self.lost: str | None = None  # reason why the environment can no longer be used, or None
         self.thread = WorkerThread("covey-environment", wrap_errors=True)
         self._turn: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
 
@@ -57,13 +57,13 @@ class Lease:
         return type(self.environment).__name__
 
     async def call(self, method: str, check: Callable[[Any, str], T], /, *args: Any, **kwargs: Any) -> T:
-        """`check(value, name)` of the value that a method returns. Raises EnvironmentFailed."""
+        """Call a method and return `check(value, name)` of its value; EnvironmentFailed if either fails."""
         return await self.run(f"{self.kind}.{method}", getattr(self.environment, method), check, *args, **kwargs)
 
     async def run(
         self, name: str, function: Callable[..., Any], check: Callable[[Any, str], T], /, *args: Any, **kwargs: Any
     ) -> T:
-        """The same of a function, under one deadline, since looking at a value may run the value's own code."""
+        """Call a function and check its value, both under one deadline: a check may run code of the value."""
         try:
             return await self.raw_call(name, function, check, *args, **kwargs)
         except StillRunning as refused:
@@ -78,7 +78,7 @@ class Lease:
     async def raw_call(
         self, name: str, function: Callable[..., Any], check: Callable[[Any, str], T], /, *args: Any, **kwargs: Any
     ) -> T:
-        """The same, for callers that distinguish failures."""
+        """Call a function and check its value, raising the original exceptions, for callers that distinguish them."""
         if self.lost is not None:
             raise EnvironmentFailed(self.lost)
         if is_async(function):
@@ -97,7 +97,7 @@ class Lease:
             raise
 
     def lose(self, name: str) -> None:
-        """Mark the environment as unusable: a call was abandoned, so its state is unknown."""
+        """Mark the environment as unusable, because a call was abandoned and its state is unknown."""
         self.lost = self.lost or f"{name} was given up after {self.seconds:g} s or less, and may still be at work"
 
     async def _here(self, name: str, function: Callable[[], T]) -> T:
@@ -208,9 +208,9 @@ class EnvironmentPool:
                 self._making -= 1
 
     def release(self, environment: Any, usable: bool = True) -> None:
-        """Take an environment back for another rollout; one in an unknown state is closed, without waiting for that.
+        """Take an environment back for another rollout; one that is not `usable` is closed, without waiting.
 
-        One whose methods run on the thread that waits for the rollouts is closed there, by `close_lost`.
+        If its methods run on the thread that waits for the rollouts, it is closed there, by `close_lost`.
         """
         known = self._environments
         with known.lock:
@@ -227,18 +227,18 @@ class EnvironmentPool:
         self._wake_next()
 
     def close_lost(self) -> None:
-        """Close those in an unknown state whose methods run on this thread."""
+        """Close unusable environments whose methods run on this thread."""
         known = self._environments
         with known.lock:
             lost, known.lost = known.lost, []
         known.close_here(lost)
 
     def close(self) -> None:
-        """Close all of them, and wait for that until the deadline. May be called again; `acquire` makes new ones."""
+        """Close all environments, waiting until the deadline. `acquire` may be called afterwards and makes new ones."""
         self._environments.close()
 
     def _wake_next(self) -> None:
-        """Let the rollout that has waited longest look for an environment again."""
+        """Let the rollout that has waited longest try again to get an environment."""
         with self._environments.lock:
             while self._waiting:
                 turn = self._waiting.popleft()
@@ -248,7 +248,7 @@ class EnvironmentPool:
 
 
 class _Environments:
-    """The environments of a pool, and errors of those that could not be closed."""
+    """The environments of a pool, and the errors of closing them."""
 
     def __init__(self, loop: LoopThread, seconds: float) -> None:
         self.loop, self.seconds = loop, seconds
@@ -286,7 +286,7 @@ class _Environments:
             warn(message, EnvironmentWarning)
 
     def close_here(self, leases: Sequence[Lease]) -> None:
-        """Close on this thread, all of them by one deadline."""
+        """Close environments on this thread, all by one deadline."""
         until = time.monotonic() + self.seconds
         for lease in leases:
             close = partial(call_and_wait, getattr(lease.environment, "close", lambda: None))

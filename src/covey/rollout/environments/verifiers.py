@@ -1,8 +1,8 @@
 """Environments of the verifiers library: `environment_factory=VerifiersEnvironment("marble-v1")`.
 
-The environment runs unmodified: its tasks are the dataset, its rewards the reward. The model that its programs talk to
-is an endpoint in this process (`covey.rollout.agents`), where every rollout is sampled token by token from the policy.
-Of an environment of several agents, every trace that is trained is a rollout of its own, with the agent's name as role.
+The environment runs unmodified: its tasks are the dataset, and it gives the reward. Its programs send requests to an
+endpoint in this process (`covey.rollout.agents`), which samples them from the policy. In an environment of several
+agents, every trace that is trained is one rollout, with the agent's name as its role.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ class VerifiersEnvironment:
     """Plays the tasks of an installed taskset.
 
     Args:
-        taskset: its id, as verifiers knows it: the name of the package.
+        taskset: id of the taskset in verifiers: the name of its package.
         options: of the taskset (`--env.taskset.*`).
         environment: further settings of the environment (`--env.*`), such as `{"agent": {"max_turns": 4}}`. They
             override the two below.
@@ -70,12 +70,12 @@ class VerifiersEnvironment:
         """The first tasks of the taskset as rows for `train_dataset`.
 
         Args:
-            size: how many; fewer if there are no more.
+            size: number of rows; fewer if the taskset has fewer tasks.
         """
         return [_row(task, number) for number, task in enumerate(self._first(size))]
 
     async def play(self, row: dict[str, Any], engine: EpisodeEngine) -> Rollout:
-        """One episode of a row's task, with one rollout. Always to be called on the same event loop."""
+        """Play one episode of a row's task, with one rollout. Must always be called on the same event loop."""
         if len(self.roles) > 1:
             (rollout,) = await self.play_team(row, engine, 1)
             return rollout
@@ -83,7 +83,7 @@ class VerifiersEnvironment:
         return _rollout(session, await self._episode(row, session))
 
     async def play_team(self, row: dict[str, Any], engine: EpisodeEngine, n: int) -> list[Rollout]:
-        """One episode of several agents: a rollout for each trace that is trained, and absent ones up to n."""
+        """One episode of several agents: a rollout for each trace that is trained, filled up to n with absent ones."""
         session = TeamSession(engine, self.roles)
         return filled_up(session.rollouts(await self._episode(row, session)), n)
 

@@ -1,4 +1,4 @@
-"""Tool calls as the policy wrote them, and finding them in the text of a turn in linear time."""
+"""Tool calls as the policy wrote them, and functions that find them in the text of a turn in linear time."""
 
 import json
 import re
@@ -13,14 +13,14 @@ class ToolCall:
 
     name: str
     arguments: dict[str, Any]
-    # Of each argument, where the notation has no types: the tool's schema decides what it is.
+    # Text of each argument, if the notation has no types: the tool's schema decides which value it is.
     texts: dict[str, str] | None = field(default=None, compare=False, repr=False)
-    call_id: str | None = field(default=None, compare=False, repr=False)  # the policy's own, which the result repeats
+    call_id: str | None = field(default=None, compare=False, repr=False)  # written by the policy; the result repeats it
 
 
 @dataclass(slots=True)
 class MalformedCall:
-    """Text that was meant as a call and cannot be read; the reason is worded so that the policy can correct it."""
+    """Text that was meant as a call and cannot be read; the reason is written for the policy, which may correct it."""
 
     text: str
     reason: str
@@ -40,16 +40,16 @@ class AssistantTurn:
 
 
 class Unreadable(str):
-    """Reason why a text is no JSON; a type of its own, since every other value may be JSON."""
+    """Reason why a text is not JSON; a separate type, because any other value could be the JSON value itself."""
 
 
 MAX_DEPTH = 64  # arguments nested deeper than this are refused: copying and printing them later is recursive
 
-_CALL_ID = re.compile(r"[A-Za-z0-9]{9}")  # as Mistral's templates demand; others may hold anything, control tokens too
+_CALL_ID = re.compile(r"[A-Za-z0-9]{9}")  # as Mistral's templates demand; other ids could hold control tokens
 
 
 def read_call(value: Any) -> ToolCall | str:
-    """A JSON value as a call, or the reason why it is none; several spellings of the keys are known."""
+    """A JSON value as a call, or the reason why it is not one; several spellings of the keys are accepted."""
     if not isinstance(value, dict):
         return f"a call must be a JSON object with 'name' and 'arguments', not {_type(value)}"
     call_id = value.get("id")
@@ -111,7 +111,7 @@ def _type(value: Any) -> str:
 # --- spans of a turn that hold calls ---------------------------------------------------------------------------------
 
 Part = ToolCall | MalformedCall
-Span = tuple[int, int, list[Part]]  # begin, end and calls of a piece of the text that is no content
+Span = tuple[int, int, list[Part]]  # (begin, end, calls) of a piece of the text that is not content
 
 # A string literal (to the end of the text if it is not closed), or a bracket. Possessive, so that nothing is retried.
 _BRACKETS = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
@@ -121,14 +121,14 @@ _SCANS = 8
 
 
 class Scanner:
-    """Finds JSON values in one text. All scans together read each character about eight times at most."""
+    """Finds JSON values in one text; all scans together read each character at most about eight times."""
 
     def __init__(self, text: str):
         self.text = text
         self.budget = _SCANS * len(text)
 
     def end_of_value(self, start: int) -> int | None:
-        """End of the object or list that begins at `start`, or None if it never ends."""
+        """End of the object or list that begins at `start`; None if it is not closed."""
         open_brackets: list[str] = []
         limit = min(len(self.text), start + self.budget)
         end, closed = limit, False
@@ -157,7 +157,7 @@ class Scanner:
 
 
 class Finder:
-    """`text.find(mark, start)` that reads the text once for any number of increasing positions."""
+    """`text.find(mark, start)` for increasing positions, which reads the text only once in total."""
 
     def __init__(self, text: str, mark: str):
         self.text, self.mark, self.found = text, mark, text.find(mark)
@@ -170,7 +170,7 @@ class Finder:
 
 
 def calls_between(text: str, opening: str, closing: str, read: Callable[[str], list[Part]]) -> AssistantTurn:
-    """A turn with calls between two marks. A mark inside a JSON string closes nothing, and the last may be missing."""
+    """A turn with calls between two marks. Marks inside JSON strings are ignored; the last mark may be missing."""
     scanner, openings, closings = Scanner(text), Finder(text, opening), Finder(text, closing)
 
     def read_at(start: int) -> tuple[int, list[Part]]:
@@ -191,7 +191,7 @@ def calls_between(text: str, opening: str, closing: str, read: Callable[[str], l
 def calls_at(
     text: str, find: Callable[[int], int], read: Callable[[int], tuple[int, list[Part]]], start: int
 ) -> AssistantTurn:
-    """A turn with calls at the positions that `find` gives from `start` on; `read` gives the end and content of one."""
+    """A turn with calls at the positions that `find` returns; `read` returns the end and content of one call."""
     spans: list[Span] = []
     begin = find(start)
     while begin < len(text):
@@ -214,7 +214,7 @@ def turn_without(text: str, spans: list[Span]) -> AssistantTurn:
 
 
 def answer_start(text: str, opening: str = "<think>", closing: str = "</think>") -> int:
-    """Position where thinking ends, in which no call is made. The length of the text if thinking never ends."""
+    """Position after thinking, within which calls do not count; the length of the text if thinking never ends."""
     closed = text.find(closing)
     if closed >= 0:
         return closed
@@ -222,7 +222,7 @@ def answer_start(text: str, opening: str = "<think>", closing: str = "</think>")
 
 
 def calls_in(value: Any, text: str) -> list[Part]:
-    """Calls in a JSON value (or `Unreadable`): one, or one for each item of a list; `text` is for errors."""
+    """Calls in a JSON value (or `Unreadable`): one, or one per item of a list. `text` is quoted in errors."""
     if isinstance(value, Unreadable):
         return [MalformedCall(text, f"the call is no JSON: {value}")]
     calls = [read_call(item) for item in (value if isinstance(value, list) else [value])]

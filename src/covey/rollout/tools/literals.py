@@ -1,4 +1,4 @@
-"""Calls with literals of Python or Gemma as arguments, linear in time: hostile text can exhaust Python's parser."""
+"""Calls with literals of Python or Gemma as arguments, parsed in linear time: hostile text can crash Python's own."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Tool-call parsers: from the text of an assistant's turn to calls, in the notation of each model family.
+"""Tool-call parsers: they find the calls in the text of an assistant's turn, in the notation of a model family.
 
 A parser is a function `text -> AssistantTurn`. It never raises (a call that cannot be read becomes a `MalformedCall`)
 and takes time linear in the text. To add a family, write one, usually by collecting spans for `calls.turn_without`, and
@@ -42,12 +42,12 @@ class ToolParser:
     """One notation of calls."""
 
     parse: Callable[[str], AssistantTurn]  # of the text of a turn, special tokens of the notation included
-    marks: tuple[str, ...] = ()  # texts by which a chat template that uses this notation is recognised; any one will do
-    tokens: tuple[str, ...] = ()  # special tokens of the notation, which are kept when a turn is decoded
+    marks: tuple[str, ...] = ()  # texts, any of which in a chat template shows that it uses this notation
+    tokens: tuple[str, ...] = ()  # special tokens of the notation, which must be kept when a turn is decoded
 
 
 TOOL_PARSERS: Registry[ToolParser] = Registry("tool parser")
-"""Every notation by name; the first one whose mark is in a chat template is taken."""
+"""Every notation by name; the first one with a mark in the chat template is used."""
 
 
 def parser_for(chat_template: str | dict[str, str] | None) -> str:
@@ -73,10 +73,10 @@ def read_turn(
         tokenizer: of the policy.
         token_ids: of the turn.
         parser: the notation of calls.
-        tools: schemas, which give the types of arguments where the notation does not.
-        prefill: text of the prompt that the turn continues.
-        opened: text in front of the turn that opens thinking, which the content does not repeat.
-        shown: special tokens that the content keeps.
+        tools: schemas, which give the types of arguments if the notation does not.
+        prefill: text at the end of the prompt that the turn continues.
+        opened: text before the turn that opens thinking; the content does not repeat it.
+        shown: special tokens that are kept in the content.
     """
     kept = {*parser.tokens, *THINKING, *THINKING.values()}
     special = {
@@ -103,9 +103,9 @@ _OPENINGS = re.compile("|".join(map(re.escape, THINKING)))
 
 
 def parse_outside_thinking(parse: Callable[[str], AssistantTurn], text: str, opened: str = "") -> AssistantTurn:
-    """The turn with the calls outside of its blocks of thinking; one that never ends extends to the end of the turn.
+    """The turn with its calls outside of blocks of thinking; a block that is not closed ends with the turn.
 
-    `opened` is text in front of the turn that opens the first block. A mark inside of a call opens nothing.
+    `opened` is the text before the turn that opens the first block. A mark inside a call does not open a block.
     """
     content, calls, malformed = "", list[ToolCall](), list[MalformedCall]()
 
@@ -136,14 +136,14 @@ def parse_outside_thinking(parse: Callable[[str], AssistantTurn], text: str, ope
 
 
 def ends_in_thinking(text: str, opened: str = "") -> bool:
-    """True where a turn's last block of thinking never ends."""
+    """True if a turn's last block of thinking is not closed."""
     marks = [(match.end(), THINKING[match[0]]) for match in _OPENINGS.finditer(text)]
     start, closing = marks[-1] if marks else (0, THINKING.get(opened.strip()))
     return closing is not None and closing not in text[start:]
 
 
 def _read_response_template(tokenizer: Any, token_ids: Sequence[int], prefill: str) -> AssistantTurn | None:
-    """The turn as transformers reads it with the tokenizer's response template; None without one or without a call."""
+    """The turn as transformers parses it by the tokenizer's response template; None without a template or a call."""
     template = getattr(tokenizer, "response_template", None)
     if template is None:
         return None
@@ -254,7 +254,7 @@ def parse_llama3(text: str) -> AssistantTurn:
 
 
 def _llama_parts(text: str, tagged: bool) -> list[Part]:
-    """Objects with `;` or white space between them. Untagged, nothing if they are no calls or followed by prose."""
+    """Objects separated by `;` or white space. Without the tag: nothing, if they are not calls or prose follows."""
     scanner = Scanner(text)
     parts: list[Part] = []
     start = scanner.skip_space(0)
@@ -395,7 +395,7 @@ def _untyped_call(name: str, texts: dict[str, str]) -> list[Part]:
 def _malformed(
     text: str, start: int, read: int, reason: str, resume: re.Pattern[str] = _RESUME
 ) -> tuple[int, list[Part]]:
-    """A call that cannot be read beyond `read`: it extends to a tag behind which other calls may be read."""
+    """A call that cannot be read beyond `read`: it extends to the next tag, so that calls after it can be read."""
     after = resume.search(text, read)
     stop = after.end() if after else len(text)
     return stop, [MalformedCall(text[start:stop], reason)]

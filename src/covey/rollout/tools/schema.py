@@ -1,7 +1,7 @@
-"""Arguments of calls against JSON schemas, by `jsonschema`; errors are written for the policy, which may try again.
+"""Checks of call arguments against JSON schemas, by `jsonschema`; errors are written for the policy, which may retry.
 
-Schemas are those that transformers makes from type hints, and any other: with `nullable` as in OpenAPI, and closed, so
-that a property is refused which `properties` does not name and `additionalProperties` does not allow.
+Schemas may be made by transformers from type hints, or by hand. `nullable` works as in OpenAPI, and a property is
+refused unless `properties` names it or `additionalProperties` allows it.
 """
 
 import math
@@ -9,10 +9,10 @@ from typing import Any
 
 from covey.rollout.tools.calls import decode_json
 
-MAX_MESSAGE = 200  # characters of an error in jsonschema's own words, which hold the value
+MAX_MESSAGE = 200  # most characters of an error that jsonschema has written, which quotes the value
 _WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
 _COMPOSED = {"$ref", "allOf", "anyOf", "oneOf", "if", "patternProperties", "unevaluatedProperties"}
-"""Keywords whose parts may name further properties of the same object."""
+"""Keywords whose subschemas may name further properties of the same object."""
 
 
 class WrongArgument(Exception):
@@ -20,7 +20,7 @@ class WrongArgument(Exception):
 
 
 class ArgumentSchema:
-    """The schema of an object of arguments, or of one argument; ValueError if it is no JSON schema."""
+    """The schema of all arguments of a tool, or of one argument; ValueError if it is not a JSON schema."""
 
     def __init__(self, schema: dict[str, Any]):
         from jsonschema import exceptions, validators  # takes a tenth of a second, and needs no run without tools
@@ -38,7 +38,7 @@ class ArgumentSchema:
         self._validator = kind(standard, registry=Registry())  # nothing is fetched for a reference
 
     def checked(self, value: Any) -> Any:
-        """`value` if the schema allows it; a whole number written as 3.0 is 3 where an integer is asked for."""
+        """`value` if the schema allows it, with 3.0 as 3 where the schema needs an integer; else WrongArgument."""
         from referencing.exceptions import Unresolvable
 
         try:
@@ -53,8 +53,8 @@ class ArgumentSchema:
 def from_text(text: str, schema: dict[str, Any]) -> Any:
     """The value of `text` in a notation that writes every value as plain text, without quotes.
 
-    It is the JSON value that it reads as (also Python's True, False and None), if the schema allows that or allows no
-    string either. Everything else stays text, which a check refuses where a string is not allowed.
+    If the text is JSON (or Python's True, False or None) and the schema allows that value, or does not allow strings,
+    it is that value. Otherwise it is the text itself, which a check refuses if the schema does not allow strings.
     """
     types = _types(schema)
     if types == {"string"}:
@@ -81,7 +81,7 @@ def _is_number(checker: Any, value: Any) -> bool:
 
 
 def _standard(schema: Any, closes: bool = True) -> Any:
-    """The same in JSON Schema's own words: no `nullable`, objects closed, tuples of a fixed length."""
+    """The schema in standard JSON Schema: without `nullable`, objects closed, tuples of a fixed length."""
     if isinstance(schema, list):
         return [_standard(one, closes) for one in schema]
     if not isinstance(schema, dict):
@@ -105,7 +105,7 @@ def _standard(schema: Any, closes: bool = True) -> Any:
 
 
 def _with_integers(value: Any, validator: Any) -> Any:
-    """A valid value with 3.0 as 3 where the schema asks for an integer."""
+    """A valid value, with 3.0 replaced by 3 where the schema needs an integer."""
     schema = validator.schema
     if not isinstance(schema, dict):
         return value
@@ -144,7 +144,7 @@ def _types(schema: dict[str, Any]) -> set[str]:
 
 
 def _by_depth(error: Any) -> tuple[int, bool]:
-    """Order of errors: one of the whole value explains those of its parts."""
+    """Sorting key of errors: an error of a whole value comes before errors of its parts."""
     return len(error.path), error.validator in ("anyOf", "oneOf")
 
 

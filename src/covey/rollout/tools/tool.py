@@ -1,4 +1,4 @@
-"""Tools: callables with the schema that the policy is shown, and that arguments are checked against."""
+"""Tools: callables with a schema, which the policy is shown and arguments are checked against."""
 
 import contextlib
 import enum
@@ -22,7 +22,7 @@ _HINT = (
 
 @dataclass(frozen=True)
 class Tool:
-    """One tool; `enums` convert values of arguments that are or hold members of an enumeration."""
+    """One tool; `enums` convert arguments whose type hints name enumerations."""
 
     name: str
     schema: dict[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
@@ -51,7 +51,7 @@ class Tool:
     def of(cls, function: "Callable[..., Any] | Tool") -> "Tool":
         """A function or method, or an object with `__call__`, described by its type hints and docstring.
 
-        Arguments that `functools.partial` has bound already are not shown to the policy.
+        Arguments that are already bound by `functools.partial` are not shown to the policy.
 
         Raises:
             ValueError: no schema can be derived from it.
@@ -100,7 +100,7 @@ def _described(function: Any) -> Callable[..., Any]:
 
 
 def _unbound(function: functools.partial[Any]) -> Callable[..., Any]:
-    """A placeholder with the arguments that are not bound yet; hints of the others may be anything."""
+    """A placeholder function with only the arguments that are not bound; bound ones may have any type hint."""
     described = _described(function.func)
     signature = inspect.signature(function)
     left = [one for name, one in signature.parameters.items() if name not in function.keywords]
@@ -116,7 +116,7 @@ def _unbound(function: functools.partial[Any]) -> Callable[..., Any]:
 
 
 def _members(hint: Any) -> Callable[[Any], Any] | None:
-    """Converter from a value that the schema allows to members of enumerations; None where the hint names none."""
+    """Function that converts allowed values to members of enumerations; None if the type hint has none."""
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return hint
     origin, inner = get_origin(hint), get_args(hint)
@@ -141,7 +141,7 @@ def _members(hint: Any) -> Callable[[Any], Any] | None:
 
 
 def _schema(function: Callable[..., Any], described: Callable[..., Any]) -> dict[str, Any]:
-    """The schema of a function's arguments; raises ValueError where a call by name could not give them all."""
+    """The schema of a function's arguments; ValueError if one of them cannot be given by name."""
     from transformers.utils import get_json_schema
 
     parameters = inspect.signature(function).parameters.values()

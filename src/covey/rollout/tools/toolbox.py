@@ -1,4 +1,4 @@
-"""Toolbox: answers each tool call of a turn, under a deadline, with its result or the mistake; no tool ends a run."""
+"""Toolbox: answers each tool call of a turn, under a deadline, with a result or an error; no tool ends a run."""
 
 import asyncio
 import copy
@@ -40,7 +40,7 @@ class Failure(StrEnum):
     MALFORMED = "malformed"  # it could not be read
     UNKNOWN_TOOL = "unknown_tool"  # there is no such tool
     WRONG_ARGUMENT = "wrong_argument"  # an argument is missing, unknown or of another type
-    EXCEPTION = "exception"  # the tool raised, or its result could not be rendered or shown
+    EXCEPTION = "exception"  # the tool raised an exception, or its result could not be rendered or shown
     TIMEOUT = "timeout"  # the tool took longer than `timeout`
     TOO_MANY = "too_many"  # the turn had more calls than are executed at once
 
@@ -59,7 +59,7 @@ class ToolResult:
         return {"role": "tool", "name": self.name, "tool_call_id": self.call_id, "content": self.content}
 
     def without_images(self) -> "ToolResult":
-        """The result for a model of text alone: an image becomes an error."""
+        """The result for a model that reads only text: an image becomes an error."""
         if isinstance(self.content, str) or all(part["type"] == "text" for part in self.content):
             return self
         content = error_text(f"{self.name} returned an image, and you can read text alone")
@@ -67,12 +67,12 @@ class ToolResult:
 
 
 def count_outcomes(results: Iterable[ToolResult]) -> Counter[str]:
-    """Number of calls by outcome: "ok" or a `Failure`. A call that could not be read is a call that failed."""
+    """Number of calls by outcome: "ok" or a `Failure`. A call that could not be read counts as failed."""
     return Counter("ok" if result.failure is None else result.failure.value for result in results)
 
 
 def call_stats(rollouts: Sequence[Rollout]) -> dict[str, Stat]:
-    """`tools/call_frequency` (calls a rollout), `tools/failure_frequency` and one share for each kind of failure."""
+    """`tools/call_frequency` (calls per rollout), `tools/failure_frequency`, and the share of each kind of failure."""
     outcomes: Counter[str] = sum((Counter(rollout.calls) for rollout in rollouts), Counter())
     calls = outcomes.total()
     return {
@@ -83,14 +83,14 @@ def call_stats(rollouts: Sequence[Rollout]) -> dict[str, Stat]:
 
 
 class ToolWarning(UserWarning):
-    """Something is wrong with a tool, and the run continues."""
+    """Warning of a problem with a tool; the run continues."""
 
 
 @dataclass
 class Outcomes:
-    """Calls of one tool that were executed; those that the policy wrote wrongly do not count."""
+    """Outcomes of one tool's executed calls; calls that were never executed do not count."""
 
-    worked: bool = False  # at least one of them
+    worked: bool = False  # at least one call succeeded
     failed: int = 0
     first: str = ""  # failure
     warned: bool = False
@@ -103,8 +103,8 @@ class Outcomes:
 class Toolbox:
     """Tools by name, called under a deadline.
 
-    Ordinary functions are called by the thread that waits for the rollouts, one after another; on a thread each where
-    they are marked with `covey.threaded`, and where no thread waits.
+    Ordinary functions are called one after another by the thread that waits for the rollouts. Functions marked with
+    `covey.threaded`, and all functions if no thread waits, are each called on a thread of their own.
     """
 
     def __init__(
@@ -133,9 +133,9 @@ class Toolbox:
         return [copy.deepcopy(tool.schema) for tool in self.tools.values()]
 
     async def answer(self, turn: AssistantTurn, first_id: int = 0) -> list[ToolResult]:
-        """Execute the calls of a turn concurrently and answer each, in their order; malformed ones come last.
+        """Execute the calls of a turn concurrently; returns an answer per call in order, malformed calls last.
 
-        `first_id` is the number of the first call within its rollout, for ids where the policy wrote none.
+        `first_id` is the number of the first call within its rollout, used for ids that the policy did not write.
         """
         calls: list[ToolCall | MalformedCall] = [*turn.calls, *turn.malformed]
         executed = calls[: self.max_parallel_calls]
@@ -179,7 +179,7 @@ class Toolbox:
         return _failed(name, call_id, failure, text)
 
     def warn_of_failures(self) -> None:
-        """Warn, once, about each tool whose calls have all failed so far: the policy would learn from its errors."""
+        """Warn once about each tool whose calls have all failed so far: the policy is trained on its errors."""
         for name, outcomes in self._outcomes.items():
             if outcomes.failed and not outcomes.worked and not outcomes.warned:
                 outcomes.warned = True
@@ -194,7 +194,7 @@ class Toolbox:
         return rendered(result, self.max_result_chars)
 
     async def _call(self, tool: Tool, arguments: dict[str, Any]) -> "Rendered":
-        """The rendered result. Rendering runs the result's own code, so it is under the same deadline."""
+        """The rendered result. Rendering runs code of the result, so it is under the same deadline as the call."""
         if is_async(tool.function):
 
             async def run_async() -> Rendered:
@@ -212,7 +212,7 @@ def _failed(name: str, call_id: str, failure: Failure, text: str) -> ToolResult:
 
 
 def error_text(text: str) -> str:
-    """Text that the policy reads in place of a result: a dictionary, as scripts written for TRL look for."""
+    """Text that the policy reads instead of a result: a dictionary, which scripts written for TRL search for."""
     return str({"error": text})
 
 
@@ -225,8 +225,8 @@ def _short(text: str, limit: int = 500) -> str:
 
 
 # --- results as the content of a message -----------------------------------------------------------------------------
-# A result may be of any size, nested without end, or broken: rendering stops as soon as there is more text than is
-# shown. It runs the result's own code (`__str__`, `__repr__`), so call it under the tool's deadline.
+# A result may be of any size, endlessly nested, or broken: rendering stops once there is more text than will be shown.
+# It runs code of the result (`__str__`, `__repr__`), so call it under the tool's deadline.
 
 BRACKETS: dict[type, tuple[str, str]] = {
     list: ("[", "]"),
@@ -237,19 +237,19 @@ BRACKETS: dict[type, tuple[str, str]] = {
     deque: ("deque([", "])"),
 }
 MAX_DEPTH = 50  # containers are shown down to this depth
-MAX_PARTS = 1000  # members of a list that are looked at for images, and shown if there are any
+MAX_PARTS = 1000  # most members of a list that are searched for images, and shown if there are any
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A result as the policy reads it; and itself, where it is a list of plain values that the policy reads whole."""
+    """A result as the policy reads it, and the original if it is a list of plain values that was not shortened."""
 
     content: Content
     returned: list[Any] | None = None
 
 
 def rendered(result: Any, limit: int) -> Rendered:
-    """A result of any type as text, with a note of what was left out beyond `limit` characters, or as parts."""
+    """A result of any type as text of at most `limit` characters and a note of the rest, or as parts with images."""
     if (parts := parts_of(result, limit)) is not None:
         return Rendered(parts)
     text, whole = shown_text(result, limit)
@@ -271,12 +271,12 @@ def parts_of(result: Any, limit: int) -> list[dict[str, Any]] | None:
 
 
 def text_of(result: Any, limit: int) -> str:
-    """A result as text that every tokenizer can encode: strings as they are, `str` of everything else."""
+    """A result as text that every tokenizer can encode: a string unchanged, `str` of anything else."""
     return shown_text(result, limit)[0]
 
 
 def shown_text(result: Any, limit: int) -> tuple[str, bool]:
-    """The same, and True if nothing was left out."""
+    """The text of a result, and True if nothing was left out."""
     known = True
     if isinstance(result, str):
         text = str.__str__(result)
@@ -293,7 +293,7 @@ def shown_text(result: Any, limit: int) -> tuple[str, bool]:
 
 
 def _take(pieces: Iterator[str], limit: int) -> tuple[str, bool]:
-    """The first pieces with at least `limit` characters, and True if these are all."""
+    """The first pieces, up to at least `limit` characters, and True if there are no more."""
     taken: list[str] = []
     length = 0
     for piece in pieces:

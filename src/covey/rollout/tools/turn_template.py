@@ -1,7 +1,8 @@
-"""Turn templates: the tokens that a chat template writes between a turn of the policy and the next one.
+"""Turn templates: the tokens that a chat template writes between one turn of the policy and the next.
 
-They are found by rendering a placeholder turn with marks in it. The result is the conversation that the template would
-render only if it is *prefix-stable*: a longer conversation begins with the tokens of the shorter one.
+They are found by rendering a placeholder turn with marks in it. Appending them gives the conversation that the template
+itself would render only if the template is *prefix-stable*: a longer conversation begins with the tokens of the shorter
+one.
 """
 
 import json
@@ -18,16 +19,16 @@ from covey.runtime.user_code import warn
 
 _TEXT, _NAME, _RESULT, _THOUGHT = "coveySAID", "coveyNAME", "coveyRESULT", "coveyTHOUGHT"  # marks in placeholders
 _USER: Message = {"role": "user", "content": "coveyASK"}
-_CALLS = ("object", "string", "none")  # a placeholder's calls: arguments as an object or JSON string, or no calls
-CACHED_TEMPLATES = 256  # rows may bring arguments, and with them templates, of their own
+_CALLS = ("object", "string", "none")  # calls of a placeholder: arguments as an object, as a JSON string, or no call
+CACHED_TEMPLATES = 256  # limit, because rows may have template arguments of their own
 
 
 class UnstableTemplate(ValueError):
-    """A chat template that renders earlier turns differently once later ones follow."""
+    """Error for a chat template that renders earlier turns differently once later ones follow."""
 
 
 class TurnTemplate:
-    """The tokenizer's chat template for conversations with tools; `reasons` is empty if it is prefix-stable."""
+    """The tokenizer's chat template for conversations with tools; `reasons` says why it is not prefix-stable, if so."""
 
     def __init__(
         self,
@@ -69,7 +70,7 @@ class TurnTemplate:
             )
 
     def continuation(self, results: Sequence[Message], ended_with: int | None = None) -> list[int]:
-        """Tokens that follow a sampled turn, as `answer` finds them."""
+        """Tokens that follow a sampled turn; `answer` without the index."""
         return self.answer(results, ended_with).ids
 
     def answer(self, results: Sequence[Message], ended_with: int | None = None, start: int = 0) -> Encoded:
@@ -107,7 +108,7 @@ class TurnTemplate:
         return Encoded(encoded.ids[skipped:], (media,))
 
     def ends_with(self, token: int | None) -> bool:
-        """True if a turn whose last token this is has ended; always so where no token ends turns."""
+        """True if a turn with this last token has ended; always True if no token ends turns."""
         return token in self._ends.values() or not self._ends
 
     def ending(self) -> list[int]:
@@ -134,7 +135,7 @@ class TurnTemplate:
             ) from error
 
     def _after_single_calls(self, results: Sequence[Message]) -> str:
-        """Several results where the template allows one call a turn: after a single call, or each by itself."""
+        """Several results, for a template that allows one call per turn: after a single call, or one by one."""
         try:
             return self._after_turn(results, self._turn(results[:1]))
         except ValueError:
@@ -177,7 +178,7 @@ class TurnTemplate:
         return message
 
     def _result_messages(self, results: Sequence[Message], hidden: dict[str, str]) -> list[Message]:
-        """Results in the role that the template knows; control tokens are hidden, so that none ends its own turn."""
+        """Results in the role that the template knows, with control tokens replaced, so that none can end the turn."""
         clean = [{**result, "content": self._without_control(result.get("content"), hidden)} for result in results]
         if self.result_role == "tool":
             return clean
@@ -190,7 +191,7 @@ class TurnTemplate:
         return [{"role": "user", "content": parts}]
 
     def _without_control(self, content: Any, hidden: dict[str, str]) -> Any:
-        """Content whose control tokens are hidden, or where a processor encodes it, broken by a space of no width."""
+        """Content whose control tokens are replaced or, if a processor encodes it, broken by a zero-width space."""
         if isinstance(content, list) and all(part.get("type") == "text" for part in content):
             content = "\n".join(part["text"] for part in content)
         if isinstance(content, list) and self.vision is not None:
@@ -210,7 +211,7 @@ class TurnTemplate:
         return content
 
     def _encode_after_end(self, text: str, hidden: dict[str, str]) -> list[int]:
-        """Tokens of `text` behind a token that ends a turn: some tokenizers treat the beginning of a text specially."""
+        """Tokens of `text` after the token that ends a turn; some tokenizers encode a text's beginning differently."""
         if not self._ends:
             return self._controls.encode(text, hidden)
         end, end_id = next(iter(self._ends.items()))
@@ -238,7 +239,7 @@ class TurnTemplate:
             return False
 
     def _warn_of_users(self) -> None:
-        """Warn of a template that keeps earlier turns when tools answer, and changes them when a user does."""
+        """Warn of a template that keeps earlier turns if tool results follow, but changes them if a user follows."""
         reasons = self._instabilities(*([{"role": "user", "content": _RESULT + number}] for number in "12"))
         if reasons:
             warn(
@@ -249,7 +250,7 @@ class TurnTemplate:
             )
 
     def _instabilities(self, *answers: list[Message]) -> list[str]:
-        """Reasons why the template is not prefix-stable over two rounds, with an answer to each turn."""
+        """Reasons why the template is not prefix-stable over two turns, each with a result after it."""
         opening = self._render([_USER])
         begun = opening.rstrip()
         thinks = "</think>" in json.dumps(self.tokenizer.chat_template) and not begun.endswith("</think>")
@@ -275,13 +276,13 @@ class TurnTemplate:
 
 
 class TurnTemplates:
-    """Turn templates of one chat template, one for each set of tools and template arguments."""
+    """Turn templates of one chat template, one per set of tools and template arguments."""
 
     def __init__(self, codec: PromptCodec, end_ids: Sequence[int], unstable: str = "raise", parser: str | None = None):
         if unstable == "rewrite":
             _rewrite(codec)
         self.codec, self._end_ids, self._unstable = codec, tuple(end_ids), unstable
-        self.parser = parser  # name of the notation of calls; None: what the chat template mentions
+        self.parser = parser  # name of the notation of calls; None: the one whose marks the chat template has
         self._cache: dict[str, TurnTemplate] = {}  # least recently used first
 
     def of(self, tools: Sequence[dict[str, Any]], row_kwargs: dict[str, Any] | None) -> TurnTemplate:
@@ -307,9 +308,9 @@ class TurnTemplates:
     def _made_without_thinking(
         self, tools: Sequence[dict[str, Any]], kwargs: dict[str, Any], unstable: "UnstableTemplate"
     ) -> TurnTemplate:
-        """The template, rewritten to keep the empty thinking of earlier turns, where prompts switch thinking off.
+        """The template; if prompts switch thinking off, rewritten to keep the empty thinking of earlier turns.
 
-        No token that is trained on or read differs between the two: turns stay as they were sampled either way.
+        This does not change any token that is trained on or read: turns stay as they were sampled either way.
         """
         tokenizer = self.codec.tokenizer
         old, opening = tokenizer.chat_template, _rendered(tokenizer, _TURNS[0], tools, kwargs)
@@ -344,14 +345,14 @@ def _difference(one: str, other: str) -> str:
 # --- templates that drop the thinking of earlier turns once a user continues, rewritten to keep it --------------------
 
 SWITCHES = {"preserve_thinking": "true", "truncate_history_thinking": "false", "clear_thinking": "false"}
-"""Variables of the templates of Qwen 3.6 and LFM 2.5, Nemotron 3, and GLM 4.7; values that keep all thinking."""
+"""Template variables of Qwen 3.6 and LFM 2.5, of Nemotron 3, and of GLM 4.7, with values that keep all thinking."""
 CONDITIONS = {
     r"loop\.index0 > ns\.last_(query|user)_index": "true",  # Qwen 3 and 3.5, GLM 4.5 and 4.6, MiniMax M2
     r"loop\.last or \(not loop\.last and reasoning_content\)": "true",  # Qwen 3: in what is called no thinking
     r"\{%-? *if '</think>' in content *-?%\}\s*\{%-? *set content = content\.split\('</think>'\)\[-1\] *-?%\}\s*"
     r"\{%-? *endif *-?%\}": "",  # DeepSeek R1 and its distillates
 }
-"""Parts of templates without such a variable, and what they become."""
+"""Parts of templates without such a variable, and their replacements."""
 _TURNS: tuple[list[Message], ...] = (
     [_USER],
     [{"role": "system", "content": "coveyRULES"}, _USER],
@@ -360,10 +361,10 @@ _TURNS: tuple[list[Message], ...] = (
 
 
 def keep_thinking(tokenizer: Any) -> None:
-    """Rewrite a tokenizer's chat template so that it keeps the thinking of all turns, in what is saved, too.
+    """Rewrite a tokenizer's chat template so that it keeps the thinking of all turns, also when it is saved.
 
-    The template is left alone if it has no part that is known to drop thinking. ValueError if the new one would show
-    the model another first turn than the old one does.
+    A template without a part that is known to drop thinking is not changed. ValueError if the new template would change
+    the first turn.
     """
     old = tokenizer.chat_template
     before = [_rendered(tokenizer, turns) for turns in _TURNS]
@@ -381,7 +382,7 @@ def keep_thinking(tokenizer: Any) -> None:
 
 
 def rewritten(template: str) -> str:
-    """Source of a chat template that keeps thinking: `SWITCHES` are set, or `CONDITIONS` replaced."""
+    """Source of a chat template that keeps thinking, with `SWITCHES` set or `CONDITIONS` replaced."""
     switches = [
         f"{{% set {name} = {value} %}}" for name, value in SWITCHES.items() if re.search(rf"\b{name}\b", template)
     ]

@@ -2,8 +2,8 @@
 
 A tensor is encoded in sections of `SECTION` numbers. A section has the new bits of its changed numbers, in order, and
 then their positions; or all its numbers, if that is shorter. Positions are one bit per number (`mask`), or the count of
-unchanged numbers before each changed one, in words of one or two bytes (`gaps1`, `gaps2`), where a word of all ones is
-added to the next word. Numbers are compared by their bits, so 0.0 and -0.0 differ, and NaNs are sent unchanged.
+unchanged numbers before each changed one (`gaps1`, `gaps2`). A count takes words of one or two bytes: a word of all
+ones is added to the next one. Numbers are compared by their bits, so 0.0 and -0.0 differ, and NaNs are sent.
 """
 
 import logging
@@ -215,7 +215,7 @@ def _largest(width: int) -> int:
 
 
 def _pack_gaps(gaps: Tensor, width: int) -> Tensor:
-    """Gaps as words of `width` bytes: in words of one byte, 300 is (255, 45) and 255 is (255, 0)."""
+    """Gaps as words of `width` bytes: with one byte, 300 is (255, 45) and 255 is (255, 0)."""
     if not len(gaps):
         return gaps.to(torch.uint8)
     largest = _largest(width)

@@ -111,7 +111,7 @@ class ServerWeights:
         self.pool.leave_out(member, error)
         self._excluded[member] = error
         warn(
-            f"{error} It responds but cannot load weights, so the run continues without it; restart it to use it again.",
+            f"{error} It responds but cannot load weights; the run continues without it. Restart it to use it again.",
         )
 
     async def _update(
