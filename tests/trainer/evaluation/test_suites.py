@@ -54,6 +54,28 @@ def test_overlapping_subsets_of_samples_count_as_fewer_trials():
     assert (found["pass@2_low"], found["pass@2_high"]) == pytest.approx(interval_of_share([1.0, 0.0] * 3))
 
 
+def test_a_rollout_that_failed_is_wrong(tmp_path):
+    async def rollout(row, engine):
+        if row["answer"] in "04":  # those of two of four prompts
+            raise TimeoutError("the sandbox takes too long")
+        episode = engine.begin()
+        await episode.sample()
+        return episode.done()
+
+    def always(completions, answer, **kwargs):
+        return [None if one == "2" else 1.0 for one in answer]  # the grader cannot judge a third prompt
+
+    parts = {
+        "eval_dataset": EvalSuite(tiny.rows(4), num_generations=2, pass_at=(1, 2)),
+        "reward_funcs": always,
+        "rollout_func": rollout,
+    }
+    with pytest.warns(UserWarning, match="rollouts failed"):
+        found = runs.trainer(tmp_path, parts=parts, **SETTINGS).evaluate()
+    assert found["eval_pass@1"] == found["eval_pass@2"] == pytest.approx(1 / 3)
+    assert found["eval_rollouts/failed"] == 0.5
+
+
 def test_a_reward_at_the_threshold_is_right(tmp_path):
     def nearly(completions, **kwargs):
         return [0.7] * len(completions)  # rewards are float32, in which that is less than 0.7

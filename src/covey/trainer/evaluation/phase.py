@@ -13,7 +13,7 @@ from transformers.trainer_utils import EvalLoopOutput, has_length
 
 from covey.core.advantages import weighted_total
 from covey.core.likeness import Keys, keys_of
-from covey.core.records import Experience, PromptSample, RolloutBatch
+from covey.core.records import Experience, FinishReason, PromptSample, RolloutBatch
 from covey.core.stats import Stat
 from covey.data.sampler import eval_loader
 from covey.data.sources import raw, source_of
@@ -218,8 +218,10 @@ class EvaluationPhase:
         totals = weighted_total(scored.rewards.double(), weights.double()).tolist()
         any_scored = any(total == total for total in totals)
         answers = judge.answers([rollout.completion for rollout in scored.rollouts], scored.columns, any_scored)
-        graded = zip(scored.samples, totals, scored.rewards.tolist(), answers, strict=True)
-        return [Graded(sample.prompt, total, judge.right(rewards), answer) for sample, total, rewards, answer in graded]
+        failed = [rollout.finish is FinishReason.ERROR for rollout in scored.rollouts]
+        verdicts = map(judge.right, scored.rewards.tolist(), failed)
+        prompts = [sample.prompt for sample in scored.samples]
+        return [Graded(*grade) for grade in zip(prompts, totals, verdicts, answers, strict=True)]
 
 
 def recommending_optimizer(optimizer: Any) -> Any:

@@ -188,10 +188,12 @@ class Grader:
     threshold: float  # minimum reward of a right completion
     answer: Callable[[Any], Hashable | None] | str | None  # a function or a column; None: no votes
 
-    def right(self, rewards: Sequence[float]) -> bool | None:
-        if self.reward is None or math.isnan(value := rewards[self.reward]):
+    def right(self, rewards: Sequence[float], failed: bool) -> bool | None:
+        """None where nothing is graded, or the reward function gave nothing. A rollout that failed is wrong."""
+        if self.reward is None:
             return None
-        return value >= self.threshold
+        value = rewards[self.reward]
+        return value >= self.threshold if not math.isnan(value) else False if failed else None
 
     def answers(self, completions: list[Any], columns: Mapping[str, Sequence[Any]], scored: bool) -> list[str | None]:
         """The vote of each completion, as text, so that processes agree on equality; None if the function raises.
