@@ -93,8 +93,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value == value
 
 
-def check_gates(given: Any, name: str = "gates") -> Iterator[Finding]:
-    """Errors of gates, of a run or of one source."""
+def check_gates(given: Any, name: str = "gates", *, stored: bool = False) -> Iterator[Finding]:
+    """Errors of gates, of a run or of one source; a config is `stored` with its run, as text and in checkpoints."""
     if given is None:
         return
     if not isinstance(given, Mapping):
@@ -102,7 +102,15 @@ def check_gates(given: Any, name: str = "gates") -> Iterator[Finding]:
         yield Finding.error("setting-type", evidence)
         return
     for gate, setting in given.items():
-        yield from _check_gate(gate, setting, f"{name}: {gate}={setting!r}")
+        place = f"{name}: {gate}={setting!r}"
+        if stored and callable(setting) and gate not in GATES:
+            yield Finding.error(
+                "setting-type",
+                f"{place} is a function, and a config is stored with its run.",
+                f"Write the function into a file and name it, as in {{{str(gate)!r}: 'gates.py:{gate}'}}.",
+            )
+        else:
+            yield from _check_gate(gate, setting, place)
 
 
 def _check_gate(gate: Any, setting: Any, place: str) -> Iterator[Finding]:

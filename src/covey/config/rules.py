@@ -126,7 +126,7 @@ CHECKS: dict[str, Callable[[Any], Iterator[Finding]]] = {
     "advantages": _check_advantages,
     "optim_args": _check_optim_args,
     "prompt_sampler": check_sampler,
-    "gates": check_gates,
+    "gates": partial(check_gates, stored=True),
     "lr_scheduler_kwargs": partial(_check_finite, "lr_scheduler_kwargs"),
     "ddp_backend": _check_backend,
     "debug": _check_debug,

@@ -228,9 +228,9 @@ class Recorder(TrainerCallback):
 
     def _describe(self) -> None:
         described = {**self.describe(), "processes": self.processes, "versions": versions(LIBRARIES)}
-        self._config = sha256(json.dumps(described["settings"]).encode()).hexdigest()[:12]
+        self._config = sha256(_to_json(described["settings"]).encode()).hexdigest()[:12]
         with written_whole(self.folder / "run.json") as new:
-            new.write_text(json.dumps(described, indent=1))
+            new.write_text(json.dumps(described, indent=1, default=_kind_of))
 
     def _write_evaluation(
         self, path: Path, step: int, parts: list[tuple[RolloutBatch, list[float | None] | None, Grades]]
@@ -470,6 +470,10 @@ def _number(value: float | None) -> float:
 
 def _to_json(value: Any) -> str:
     try:
-        return json.dumps(value, default=lambda other: type(other).__name__)
+        return json.dumps(value, default=_kind_of)
     except (TypeError, ValueError, RecursionError):  # keys of other types, or a value within itself
         return json.dumps(type(value).__name__)
+
+
+def _kind_of(value: Any) -> str:
+    return type(value).__name__
