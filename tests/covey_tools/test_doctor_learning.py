@@ -7,12 +7,15 @@ import pytest
 import torch
 
 from covey import GRPOConfig
+from covey.core.engine import EngineTraits
 from covey.core.findings import ranked
+from covey.core.routing import routing_of
 from covey.trainer.trainer import OnlineTrainer
-from covey_tools.doctor import learning
+from covey_tools.doctor import course, learning
 from covey_tools.doctor.examined import ExaminedRun
 from covey_tools.doctor.learning import Trials, TrialUpdate
-from tests.support import runs, tiny
+from tests.support import mixtures, runs, tiny
+from tests.support.engines import CopyEngine
 
 
 def found(monkeypatch, moved, rate=1e-9):
@@ -136,3 +139,77 @@ def test_an_entropy_bonus_that_outweighs_the_reward_is_named(tmp_path):
     assert all(weight.grad is None for weight in run.trainer.model.parameters())
     run.trainer.updates.entropy.coef = 1e-6
     assert [*learning.bonus_scale(run)] == []
+
+
+def rounded(model, sharding="", **settings):
+    trainer = SimpleNamespace(policy=model, sharding=SimpleNamespace(name=sharding))
+    run = SimpleNamespace(trainer=trainer, args=runs.config("unused", **settings))
+    return [(one.code, one.level, one.fix) for one in learning.rounding(run)]
+
+
+def test_weights_that_updates_are_rounded_away_from_are_named():
+    """Numbers of bfloat16 near 0.02 are 1.2e-4 apart, so updates of 1e-6 are lost and those of 1e-3 are not."""
+    half, whole = tiny.model().bfloat16(), tiny.model()
+    ((code, level, fix),) = rounded(half, learning_rate=1e-6)
+    assert (code, level) == ("weights-rounded", "warning")
+    assert "optim='adamw_stochastic'" in fix
+    assert rounded(half, learning_rate=1e-3) == rounded(whole, learning_rate=1e-6) == []
+    assert rounded(half, learning_rate=1e-6, optim="adamw_stochastic") == []
+    assert rounded(half, "FSDP2", learning_rate=1e-6) == [], "of shards each process has a part"
+
+
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+
+class Routed(CopyEngine):
+    """An engine that returns the experts of its tokens; its model may choose others than the policy."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.traits = EngineTraits(returns_routes=True, batch_invariant=True)
+
+
+def with_routes(folder, engine, model=None, **settings):
+    parts = {"model": model or mixtures.model("Mixtral"), "engine": engine}
+    trainer = runs.trainer(folder, parts=parts, router_aux_loss_coef=0.0, engine_parity="warn", **settings)
+    return ExaminedRun(trainer, trainer.train_dataset)
+
+
+def with_other_routers():
+    """The model of `with_routes` with other routers, as kernels of other rounding choose other experts."""
+    model = mixtures.model("Mixtral")
+    with torch.no_grad():
+        for router in routing_of(model).routers:
+            router.weight.add_(torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(5)))
+    return model
+
+
+def test_an_engine_that_sends_tokens_to_other_experts_is_named(tmp_path):
+    run = with_routes(tmp_path, Routed(with_other_routers()))
+    (found,) = learning.routes(run)
+    assert (found.code, found.level, found.fix) == ("routes-differ", "warning", "Set routing_replay='R3'.")
+    share = float(found.evidence.partition("send ")[2].partition("%")[0])
+    assert 20 < share < 100
+    # Replayed, the same experts answer, and the shares that each router gives them alone are others.
+    assert 0 < found.effect.then < found.effect.now and found.effect.improves
+
+
+def test_experts_are_not_named_where_they_agree_or_are_replayed(tmp_path):
+    assert [*learning.routes(with_routes(tmp_path / "same", Routed(mixtures.model("Mixtral"))))] == []
+    replaying = with_routes(tmp_path / "r3", Routed(with_other_routers()), routing_replay="R3")
+    assert [*learning.routes(replaying)] == []
+
+
+def test_experts_are_not_compared_where_there_are_none_or_the_engine_returns_none(tmp_path):
+    unrouted = with_routes(tmp_path / "unrouted", CopyEngine(with_other_routers()))
+    dense = with_routes(tmp_path / "dense", Routed(tiny.model()), tiny.model())
+    for run in (unrouted, dense):
+        run.sample = lambda *given, **changes: pytest.fail("sampled")
+        assert [*learning.routes(run)] == []
+
+
+@pytest.mark.parametrize(("shares", "named"), [([0.0, 0.004], False), ([0.004, 0.03], True), ([None], False)])
+def test_logs_of_a_run_tell_that_experts_differ(shares, named):
+    found = [*course.other_experts([{"loss": 0.0}, *({"routing/differing": share} for share in shares)])]
+    assert [one.code for one in found] == ["routes-differ"] * named
+    assert not named or "3.0%" in found[0].evidence
