@@ -33,9 +33,11 @@ def test_a_server_has_the_weights_of_all_processes_together(server, tmp_path, wa
     torch.set_num_threads(1)
     alone = sharded_runs.outcome(sharded_runs.train(case, tmp_path / case))
     assert holds(server, alone)
+    server.requests.clear()
     found = launch(way, tmp_path, [case])[case]
     assert found["sharded"] and os.environ["COVEY_TEST_SERVER"] == server.url
     assert holds(server, found)
+    assert bases(server) == ([False, True] if "vllm_weight_differences" in sharded_runs.SERVED[case] else [False])
     assert largest_difference(alone, found) < 1e-5
 
 
@@ -45,3 +47,9 @@ def holds(server, found):
     start = dict(tiny.model().named_parameters())
     assert any(not torch.equal(held[name], start[name]) for name in held)
     return all(torch.allclose(held[name], found["weights"][name], rtol=0, atol=1e-6) for name in held)
+
+
+def bases(server):
+    """Whether updates name one before that they differ from: the first does not, and the later ones all do or none."""
+    labels = [body["update_info"]["manifest"].get("labels") or {} for body in server.asked("/update_weights")]
+    return list(dict.fromkeys(one.get("base") is not None for one in labels))
