@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import threading
 import time
+import warnings
 
 import pytest
 import torch
@@ -23,7 +24,9 @@ VOCABULARY = tiny.config().vocab_size
 @pytest.fixture
 def servers():
     with contextlib.ExitStack() as stack:
-        yield lambda **options: stack.enter_context(FakeVllm(tiny.model(), **{"buckets": True, **options}))
+        yield lambda model=None, **options: stack.enter_context(
+            FakeVllm(model or tiny.model(), **{"buckets": True, **options})
+        )
 
 
 @pytest.fixture
@@ -39,7 +42,11 @@ def pool(tmp_path):
         def engine(self, **options):
             file, sender = PoolFile(path), vllm_sender("group", differences=True)
             settings = {"ends": frozenset({1}), "vocab_size": VOCABULARY, "timeout": 5.0, "sync_timeout": 20.0}
-            made.append(RemoteEngine(file.servers(), VllmApi(), sender, pool_file=file, **settings | options))
+            made.append(
+                RemoteEngine(
+                    file.servers(), VllmApi(vocab_size=VOCABULARY), sender, pool_file=file, **settings | options
+                )
+            )
             return made[-1]
 
     yield Pool()
@@ -180,6 +187,51 @@ def test_a_server_that_does_not_suit_the_run_is_left_out_with_a_warning(servers,
         until(lambda: caught.list)
     with engine.awake():
         assert urls(engine) == [first.url]
+
+
+def test_a_server_whose_model_has_another_vocabulary_is_left_out_with_a_warning(servers, pool):
+    first, second = servers(), servers(tiny.model(vocab_size=VOCABULARY - 1))
+    pool.write(first)
+    engine = pool.engine(resend=True)
+    engine.load_weights(update(1, 1))
+    pool.write(first, second)
+    lacks = rf"{second.url}: cannot .* lacks token {VOCABULARY - 1} .* continues without it"
+    with pytest.warns(UserWarning, match=lacks) as caught, engine.awake():
+        until(lambda: caught.list)
+    with engine.awake():
+        assert len(sample(engine)) == 4 and urls(engine) == [first.url]
+    assert engine.load_weights(update(2, 2)).servers == 1
+
+
+@pytest.mark.parametrize("resend", [False, True])
+@pytest.mark.parametrize("status", [400, 500])
+@pytest.mark.parametrize("changes", [{"vocab_size": VOCABULARY + 8}, {"num_hidden_layers": 1}])
+def test_a_server_whose_model_has_other_tensors_is_left_out_with_a_warning(servers, pool, changes, status, resend):
+    """It is up and has the tokens; what it is sent does not fit, and the run continues with the others."""
+    first, second = servers(), servers(tiny.model(**changes), name="other", refuses=status)
+    pool.write(first)
+    engine = pool.engine(resend=resend, model_name="tiny")
+    engine.load_weights(update(1, 1))
+    pool.write(first, second)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with engine.awake():
+            until(lambda: len(urls(engine)) == 2)
+            if resend:
+                until(lambda: len(caught) == 2)
+            assert {version for one in sample(engine) for version in one.versions} == {1}
+        if not resend:
+            until(lambda: not any(member.last_error for member in engine._pool.members))
+        sent = engine.load_weights(update(2, 2))
+        with engine.awake():
+            assert {version for one in sample(engine) for version in one.versions} == {2}
+    assert sent.servers == 1
+    assert not [body for body in second.asked("/v1/completions") if body.get("n") == 4], "probes alone reach it"
+    assert_holds(first, update(2, 2))
+    said = [str(one.message) for one in caught]
+    assert len(said) == 2
+    assert f"{second.url} was started with '/models/other'" in said[0]
+    assert second.url in said[1] and "cannot load weights; the run continues without it" in said[1]
 
 
 @pytest.mark.parametrize("text", ["", "no url\n"])

@@ -227,6 +227,7 @@ class FakeVllm:
         routes: of a mixture of experts, it returns the experts of each token (`--enable-return-routed-experts`).
         tokenizer: for the texts of tokens in log-probs of prompts.
         max_logprobs: as vLLM's option.
+        refuses: status of its answer to weights that do not fit its model.
         warm: whether log-probs of prompts are at the temperature of the request, as with Covey's worker extension.
     """
 
@@ -250,6 +251,7 @@ class FakeVllm:
         tokenizer: Any = None,
         max_logprobs: int = 20,
         warm: bool = False,
+        refuses: int = 500,
     ):
         self.processor, self.routes = processor, routes
         self.tokenizer, self.max_logprobs, self.warm = tokenizer, max_logprobs, warm
@@ -257,7 +259,7 @@ class FakeVllm:
         self.name, self.release, self.dev_mode = name, release, dev_mode
         self.logprobs_mode, self.api_key, self.max_model_len = logprobs_mode, api_key, max_model_len
         self.token_delay, self.dtype = token_delay, dtype
-        self.in_pieces = in_pieces
+        self.in_pieces, self.refuses = in_pieces, refuses
         self.buckets, self.host = buckets, host
         self.port = 0
         self.requests: list[tuple[str, Any]] = []
@@ -635,11 +637,11 @@ class FakeVllm:
         """Put a whole model's tensors in place, or say what does not fit."""
         expected = tiny_vision.by_checkpoint_name(self.model)  # tied weights once
         if found.keys() != expected.keys():
-            return _refusal(f"weights do not fit: {sorted(found.keys() ^ expected.keys())[:3]}", 500)
+            return _refusal(f"weights do not fit: {sorted(found.keys() ^ expected.keys())[:3]}", self.refuses)
         with torch.no_grad():
             for name, parameter in expected.items():
                 if parameter.shape != found[name].shape:
-                    return _refusal(f"{name} has shape {list(found[name].shape)}", 500)
+                    return _refusal(f"{name} has shape {list(found[name].shape)}", self.refuses)
                 parameter.copy_(found[name])
         return None
 

@@ -130,6 +130,34 @@ def test_servers_of_a_file_join_and_leave_a_run(tmp_path, servers):
         assert torch.equal(parameter, dict(made.policy.named_parameters())[name]), name
 
 
+def test_a_server_with_another_vocabulary_does_not_join_a_run(tmp_path, servers):
+    """It is listed after step 1; the run warns of it and continues with its own server."""
+    one, other = servers(buckets=True), servers(buckets=True, model=tiny.model(vocab_size=80))
+    path = tmp_path / "servers.txt"
+    path.write_text(one.url)
+    settings = {"server_pool_file": str(path), "vllm_server_base_url": None, "vllm_group_port": 0, "max_steps": 4}
+    made = trainer(tmp_path, **settings)
+
+    class Join(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                path.write_text(f"{one.url}\n{other.url}\n")
+            elif state.global_step == 2:
+                until = time.monotonic() + 30
+                while other.url not in made.collector.engine._pool._join_errors and time.monotonic() < until:
+                    time.sleep(0.02)
+
+    made.add_callback(Join())
+    lacks = rf"{other.url}: cannot .*lacks token {tiny.config().vocab_size - 1} .*The run continues without it"
+    try:
+        with pytest.warns(UserWarning, match=lacks):
+            made.train()
+        assert [member.url for member in made.collector.engine._pool.members] == [one.url]
+    finally:
+        made.collector.engine.close()
+    assert made.state.global_step == 4 and other.served == 0
+
+
 @pytest.mark.slow
 def test_two_servers_share_the_work_and_one_may_die(tmp_path, servers):
     one, other = servers(token_delay=0.01), servers(token_delay=0.01)

@@ -211,7 +211,8 @@ class RemoteEngine:
                 warn(f"{error} The run continues with its current servers.")
             return
         suits = partial(obstacle_to_join, self.traits, self._max_context)
-        for member in self._pool.follow(servers, suits):
+        joins = partial(warn_of_other_model, model_name=self.model_name)
+        for member in self._pool.follow(servers, suits, joins):
             self.sender.forget_server(member.server)
 
     async def _change(self, *steps: Callable[[], Awaitable[None]]) -> None:
@@ -253,6 +254,15 @@ def obstacle_to_join(traits: EngineTraits, max_context: int | None, facts: Serve
     return None
 
 
+def warn_of_other_model(server: ServerClient, facts: ServerFacts, model_name: str | None) -> None:
+    path = facts.path or facts.model
+    if model_name and Path(path).name.lower() != Path(model_name).name.lower():
+        warn(
+            f"{server.url} was started with {path!r} and {model_name!r} is trained. Fine if they are one"
+            " architecture, since the server is sent the weights; otherwise start it with the model that is trained.",
+        )
+
+
 async def connect(
     api: ServerApi, servers: Sequence[ServerClient], timeout: float, model_name: str | None
 ) -> list[PoolMember]:
@@ -263,13 +273,7 @@ async def connect(
     found = await probe_all(servers, api.probe, api.name, api.settings, timeout)
     members = []
     for server, facts in zip(servers, found, strict=True):
-        path = facts.path or facts.model
-        if model_name and Path(path).name.lower() != Path(model_name).name.lower():
-            warn(
-                f"{server.url} was started with {path!r} and {model_name!r} is trained. Fine if they are one"
-                " architecture, since the server is sent the weights; otherwise start it with the model that is"
-                " trained.",
-            )
+        warn_of_other_model(server, facts, model_name)
         await api.resume(server, QUICK_SECONDS)  # a run that was killed may have left it paused
         members.append(PoolMember(server, facts))
     return members

@@ -131,12 +131,15 @@ class ServerPool:
         )
 
     def follow(
-        self, servers: Iterable[ServerClient], obstacle: Callable[[ServerFacts], str | None]
+        self,
+        servers: Iterable[ServerClient],
+        obstacle: Callable[[ServerFacts], str | None],
+        joins: Callable[[ServerClient, ServerFacts], None] = lambda server, facts: None,
     ) -> list[PoolMember]:
         """Make `servers` the servers of the pool: new ones join once they are up and hold the weights.
 
-        `obstacle` returns the reason why a server with these properties cannot join, or None. Returns the members that
-        were removed.
+        `obstacle` returns the reason why a server with these properties cannot join, or None; `joins` is called where
+        there is none. Returns the members that were removed.
         """
         wanted = {server.url: server for server in servers}
         left = [member for member in self.members if member.url not in wanted]
@@ -146,10 +149,15 @@ class ServerPool:
             self._joining.pop(url).cancel()
             self._join_errors.pop(url, None)
         for url in wanted.keys() - self._joining.keys() - {member.url for member in self.members}:
-            self._joining[url] = asyncio.create_task(self._join(wanted[url], obstacle))
+            self._joining[url] = asyncio.create_task(self._join(wanted[url], obstacle, joins))
         return left
 
-    async def _join(self, server: ServerClient, obstacle: Callable[[ServerFacts], str | None]) -> None:
+    async def _join(
+        self,
+        server: ServerClient,
+        obstacle: Callable[[ServerFacts], str | None],
+        joins: Callable[[ServerClient, ServerFacts], None],
+    ) -> None:
         """Wait for a server to be up and add it to the pool; warn if it does not suit the run."""
         pause, api = FIRST_PAUSE, cast(ServerApi, self.api)  # servers that only score tokens never join
         while True:
@@ -167,6 +175,7 @@ class ServerPool:
                 self._join_errors[server.url] = str(error)
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
+        joins(server, facts)
         member = PoolMember(server, facts)
         self.members.append(member)
         del self._joining[server.url]

@@ -1,6 +1,7 @@
 """Weight versions of servers, in the pool's event loop: sends weights, and records which server holds which."""
 
 import asyncio
+import math
 import time
 import uuid
 from collections import Counter
@@ -44,6 +45,7 @@ class ServerWeights:
     _asleep: bool = False
     _run: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
     _excluded: dict[PoolMember, ServerError] = field(default_factory=dict)  # they respond but fail to load weights
+    _failures: Counter[PoolMember] = field(default_factory=Counter)  # of weight updates to servers that came back
     _latest: dict[str | None, WeightUpdate] = field(default_factory=dict)  # by adapter name; the last one sent is last
 
     async def load(self, update: WeightUpdate, device: int | None) -> WeightTransfer | None:
@@ -87,15 +89,17 @@ class ServerWeights:
                     done, sent = True, sent if transfer is None else sent + transfer
                     for member in members:
                         del failures[member]
-            except ServerRefused:
-                raise
+            except ServerRefused as error:
+                joined = next((member for member in members if member.url == error.url), None)
+                if joined is None or joined.version is not None or not self._others(joined):
+                    raise
+                self._exclude(joined, error)  # servers that the run began with hold weights
             except ServerError as error:
                 if not await self._leave_out_failed(members, error):
                     blamed = next((member for member in members if member.url == error.url), None)
                     failures[blamed] += SEND_ATTEMPTS if isinstance(error, GroupNotJoined) else 1
                     if failures[blamed] >= SEND_ATTEMPTS:
-                        others = [m for m in self.pool.members if m is not blamed and m not in self._excluded]
-                        if blamed is None or not others:
+                        if blamed is None or not self._others(blamed):
                             raise
                         self._exclude(blamed, error)
                 if time.monotonic() >= until:
@@ -105,6 +109,10 @@ class ServerWeights:
                         if member.up:
                             self.pool.leave_out(member, error)
                     return sent if sent.servers else None
+
+    def _others(self, member: PoolMember) -> list[PoolMember]:
+        """Members that load weights, without this one."""
+        return [one for one in self.pool.members if one is not member and one not in self._excluded]
 
     def _exclude(self, member: PoolMember, error: ServerError) -> None:
         """Send a server no more weights until it has stopped responding once, as in a restart."""
@@ -220,10 +228,15 @@ class ServerWeights:
             until = time.monotonic() + self.timeout
             try:
                 updated, _ = await self._update([member], update, until, f"send weights of version {update.version}")
-                return updated
-            except GroupNotJoined as error:
-                self._exclude(member, error)
+            except ServerError as error:
+                passes = isinstance(error, RETRIED) and not isinstance(error, GroupNotJoined)
+                self._failures[member] += 0 if passes else 1
+                last = SEND_ATTEMPTS if self._others(member) else math.inf  # the only one has the pool's deadline
+                if isinstance(error, GroupNotJoined) or self._failures[member] >= last:
+                    self._exclude(member, error)
                 raise
+            del self._failures[member]
+            return updated
 
     async def recheck(self) -> None:
         """Leave out servers that lost their weights, as in a restart; `ServerRefused` if another run sent weights."""
