@@ -5,8 +5,9 @@
 It runs in an environment that has vLLM and Covey (`make test-vllm` makes one) and starts the server itself. `sync`
 sends SmolLM2-135M-Instruct whole, over a process group and through files, and a rank-8 adapter of it. `differences`
 trains it for some steps of AdamW at three learning rates, with weights in float32 that are sent in bfloat16, as
-differences and whole (`--rates`, `--updates`). `learn` is the demo's task with the demo's settings. How fast a server
-samples, against its own offline engine, is a part of `benchmarks.decode`. Figures are printed as JSON, one line each.
+differences and whole (`--rates`, `--updates`), and compares bit by bit what the server holds in the end. `learn` is the
+demo's task with the demo's settings. How fast a server samples, against its own offline engine, is a part of
+`benchmarks.decode`. Figures are printed as JSON, one line each.
 """
 
 import argparse
@@ -89,8 +90,11 @@ def _updates(url: str, model: Any, way: str, *, adapter_only: bool) -> dict[str,
 
 
 def differences(folder: str, rates: list[float], updates: int) -> Iterator[dict[str, Any]]:
-    """Bytes and seconds of updates by learning rate: of all weights, and of what changed; both to the same server."""
-    with vllm_server(folder) as url:
+    """Bytes and seconds of updates by learning rate: of all weights, and of what changed; both to the same server.
+
+    After the last difference the server's model is compared with what a whole update of the same weights makes of it.
+    """
+    with vllm_server(folder, "--worker-extension-cls", "tests.real_vllm.reading.ReadingWorker") as url:
         for rate in rates:
             yield {"part": "differences", "learning_rate": rate, **_at_rate(url, folder, rate, updates)}
 
@@ -109,28 +113,36 @@ def _at_rate(url: str, folder: str, rate: float, updates: int) -> dict[str, Any]
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
     rows, _ = demo.sums(0)
+
+    def train(step: int) -> None:
+        texts = [str(rows[(4 * step + i) % len(rows)]["prompt"]) for i in range(4)]
+        batch = tokenizer(texts, return_tensors="pt", padding=True)
+        model(**batch, labels=batch["input_ids"]).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def send(engine: Any, version: int) -> Any:
+        return _timed(engine, weight_update(model, version, dtype=torch.bfloat16))
+
     engine = _engine(url, differ=True)
     found, changed = [], []
     try:
         for version in range(updates + 1):
-            sent, one = _timed(engine, weight_update(model, version, dtype=torch.bfloat16))
+            if version:
+                train(version)
+            sent, one = send(engine, version)
             found.append(one)
             changed += [sent.changed] if sent.changed is not None else []
-            texts = [str(rows[(4 * version + i) % len(rows)]["prompt"]) for i in range(4)]
-            batch = tokenizer(texts, return_tensors="pt", padding=True)
-            model(**batch, labels=batch["input_ids"]).loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
     finally:
         engine.close()
+    held = _checksums(url)
     engine = _engine(url, differ=False)
     try:
-        whole = [
-            _timed(engine, weight_update(model, version, dtype=torch.bfloat16))[1] for version in range(updates + 1)
-        ]
+        whole = [send(engine, updates + 1 + number)[1] for number in range(SYNCS + 1)]
     finally:
         engine.close()
+    equal = held == _checksums(url)
     medians = {
         f"{name}_{key}": round(statistics.median(one[key] for one in each[1:]), 3)
         for name, each in (("whole", whole), ("differences", found))
@@ -138,7 +150,24 @@ def _at_rate(url: str, folder: str, rate: float, updates: int) -> dict[str, Any]
     }
     share = medians["differences_bytes"] / medians["whole_bytes"]
     first = found[0]["bytes"]
-    return {"updates": updates, "changed": changed, **medians, "bytes_of_whole": share, "first_update_bytes": first}
+    return {
+        "updates": updates,
+        "changed": [min(changed), statistics.median(changed), max(changed)],
+        **medians,
+        "bytes_of_whole": share,
+        "first_update_bytes": first,
+        "equal_weights": equal,
+    }
+
+
+def _checksums(url: str) -> Any:
+    """Checksums of all that the server's model holds."""
+    import asyncio
+
+    from covey.engines.servers.http_client import ServerClient
+    from covey.engines.servers.vllm.weights import call_workers
+
+    return asyncio.run(call_workers(ServerClient(url), "read_checksums", "read what it holds", 60.0))[0]
 
 
 def _timed(engine: Any, update: Any) -> tuple[Any, dict[str, float]]:
