@@ -6,11 +6,11 @@
 
 A pair is one measurement without rounding and one with it, one after the other; a figure is the median of the pairs'
 ratios, above 1 where rounding takes less time. `--cpu` counts processor time instead, for machines that others use.
-The difference of log-probs is the mean over sampled tokens between the rounded engine and the model in float32.
+The difference of log-probs is the mean over sampled tokens between the rounded engine and the model in float32, after
+prompts of the demo and after random tokens. What `engine_dtype="auto"` decides is printed first (`--auto`).
 """
 
 import argparse
-import asyncio
 import json
 import statistics
 import tempfile
@@ -24,11 +24,10 @@ from transformers import TrainerCallback
 
 from benchmarks.machine import describe, model_path
 from covey.cli.demo import settings, sums
-from covey.core.engine import SampleRequest, SamplingParams
 from covey.engines.native.engine import NativeEngine
 from covey.engines.native.number_formats import FORMATS, fast_product
 from covey.rewards import numeric_match_reward
-from covey.trainer.engines.rounding import step_seconds, why_slow
+from covey.trainer.engines.rounding import logprob_difference, step_seconds, why_slow
 
 GROUP = 8
 ARMS: dict[str, dict[str, Any]] = {  # of curves
@@ -48,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         kind = fast_product(device, name)
         print(f"{name}: {why_slow(device, name) if kind is None else f'fast products ({kind.name})'}")
+    if given.auto:
+        with tempfile.TemporaryDirectory() as output:
+            print(demo_trainer(folder, Path(output), 0, 1, engine_dtype="auto").rounding.reason, flush=True)
     if given.curves:
         for line in curves(folder, given.format[0], given.seeds, given.steps or 60):
             print(json.dumps(line), flush=True)
@@ -66,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--steps", type=int, default=0, help="whole steps of the demo for a measurement")
     parser.add_argument("--cpu", action="store_true", help="processor time instead of the clock")
+    parser.add_argument("--auto", action="store_true", help="what engine_dtype='auto' measures and decides in the demo")
     parser.add_argument("--curves", action="store_true", help="rewards of the demo, with the first of the formats")
     parser.add_argument("--seeds", type=int, default=4)
     return parser
@@ -82,12 +85,14 @@ def pairs_of(measure: Callable[[str | None], float], name: str, count: int) -> s
 
 def decoding(folder: str, names: Sequence[str], count: int, sizes: Sequence[int], clock: Callable[[], float]) -> None:
     """Print ratios of a decoding step, and differences of log-probs."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     for name in names:
-        print(f"{name}: log-probs differ by {difference(model, name):.4f} on average", flush=True)
+        print(f"{name}: log-probs differ on average by {difference(model, tokenizer, name)}", flush=True)
         for size in sizes:
             engine = NativeEngine(lambda: model, eos_token_ids=set(), pad_token_id=0, max_sequences=size)
 
@@ -97,18 +102,15 @@ def decoding(folder: str, names: Sequence[str], count: int, sizes: Sequence[int]
             print(f"{name}: decoding step of {size} sequences: {pairs_of(measure, name, count)}", flush=True)
 
 
-@torch.no_grad()
-def difference(model: Any, name: str, tokens: int = 32, samples: int = 16) -> float:
+def difference(model: Any, tokenizer: Any, name: str) -> str:
     """Mean absolute difference of log-probs of sampled tokens, between the rounded engine and the model."""
-    engine = NativeEngine(lambda: model, eos_token_ids=set(), pad_token_id=0, dtype=name)
-    prompt = [(11 * place) % 251 for place in range(32)]
-    with engine.awake():
-        request = SampleRequest(prompt, samples, SamplingParams(tokens), list(range(samples)))
-        found = asyncio.run(engine.generate(request))
-    ids = torch.tensor([prompt + one.token_ids for one in found], device=engine.input_device)
-    logprobs = model(input_ids=ids).logits[:, len(prompt) - 1 : -1].float().log_softmax(-1)
-    scored = logprobs.gather(-1, ids[:, len(prompt) :, None])[..., 0]
-    return (scored.cpu() - torch.tensor([one.logprobs for one in found])).abs().mean().item()
+    engine = NativeEngine(lambda: model, eos_token_ids=set(), pad_token_id=0)
+    demo = [tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True) for row in sums(0)[0][:8]]
+    prompts = {
+        "the demo's prompts": [ids if isinstance(ids, list) else ids["input_ids"] for ids in demo],
+        "random tokens": [torch.randint(len(tokenizer), (32,)).tolist() for _ in range(8)],
+    }
+    return ", ".join(f"{logprob_difference(engine, name, ids):.4f} on {what}" for what, ids in prompts.items())
 
 
 class StepTimes(TrainerCallback):

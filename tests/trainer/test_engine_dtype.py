@@ -11,7 +11,16 @@ from covey.core.findings import CheckError, CheckWarning
 from covey.engines.native import number_formats
 from covey.engines.native.number_formats import FloatProduct
 from covey.trainer.engines import rounding
-from covey.trainer.engines.rounding import decision, gains, rounded_share
+from covey.trainer.engines.rounding import (
+    LARGEST_DIFFERENCE,
+    MeasuredFormat,
+    decision,
+    first_prompts,
+    gains,
+    logprob_difference,
+    measure,
+    rounded_share,
+)
 from tests.support import runs, tiny
 from tests.support.engines import CopyEngine
 
@@ -34,8 +43,14 @@ def fast(monkeypatch):
         monkeypatch.setitem(number_formats.FAST, ("cpu", name), (lambda: True, AsFast))
 
 
-def measuring(monkeypatch, **found):
-    monkeypatch.setattr(rounding, "gains", lambda run, engine: found)
+def measuring(monkeypatch, difference=0.01, **gains):
+    """A machine on which formats have these gains, and a model whose log-probs they change by `difference`."""
+    monkeypatch.setattr(rounding, "gains", lambda run, engine: gains)
+    monkeypatch.setattr(rounding, "logprob_difference", lambda engine, dtype, *given: difference)
+
+
+def by_format(**pairs):
+    return {name: MeasuredFormat(*pair) for name, pair in pairs.items()}
 
 
 # ---- correction ------------------------------------------------------------------------------------------------------
@@ -150,24 +165,64 @@ def test_a_replay_of_a_rounded_run_is_corrected(tmp_path):
     ("found", "chosen"),
     [
         ([{}], None),
-        ([{"int8": 1.19, "bfloat16": 1.0}], None),
-        ([{"int8": 1.21, "bfloat16": 1.0}], "int8"),
-        ([{"int8": 1.3, "bfloat16": 1.4}], "bfloat16"),
-        ([{"int8": 2.0}, {"int8": 1.1}], None),  # every process has to gain
-        ([{"int8": 2.0}, {}], None),
+        ([by_format(int8=(1.19,), bfloat16=(1.0,))], None),
+        ([by_format(int8=(1.21, 0.04), bfloat16=(1.0,))], "int8"),
+        ([by_format(int8=(1.3, 0.04), bfloat16=(1.4, 0.01))], "bfloat16"),
+        ([by_format(int8=(2.0, 0.01)), by_format(int8=(1.1,))], None),  # every process has to gain
+        ([by_format(int8=(2.0, 0.01)), {}], None),
+        ([by_format(int8=(2.0, 0.05))], "int8"),
+        ([by_format(int8=(2.0, 0.051))], None),  # as fast as can be, and other samples
+        ([by_format(int8=(2.0, 0.16), bfloat16=(1.3, 0.014))], "bfloat16"),  # as SmolLM2 measures
+        ([by_format(int8=(2.0, 0.01)), by_format(int8=(2.0, 0.06))], None),  # the largest difference counts
+        ([by_format(int8=(2.0, float("nan")))], None),
+        ([by_format(int8=(2.0, 0.01)), by_format(int8=(2.0, float("nan")))], None),
     ],
 )
-def test_auto_rounds_where_a_step_is_a_fifth_faster_in_every_process(found, chosen):
+def test_auto_rounds_where_a_step_is_a_fifth_faster_and_log_probs_are_close_in_every_process(found, chosen):
     assert decision(found)[0] == chosen
 
 
-@pytest.mark.parametrize(("gain", "chosen"), [(1.5, "int8"), (1.1, None)])
-def test_auto_decides_by_what_was_measured_and_says_so(tmp_path, monkeypatch, gain, chosen):
-    measuring(monkeypatch, int8=gain)
+@pytest.mark.parametrize(
+    ("gain", "difference", "chosen"),
+    [(1.5, 0.02, "int8"), (1.1, 0.02, None), (1.5, 2 * LARGEST_DIFFERENCE, None)],
+)
+def test_auto_decides_by_what_was_measured_and_says_so(tmp_path, monkeypatch, gain, difference, chosen):
+    measuring(monkeypatch, difference, int8=gain)
     trainer = runs.trainer(tmp_path, engine_dtype="auto")
     assert trainer.collector.engine.dtype == chosen == trainer.rounding.state_dict()["rounded_to"]
     assert (trainer.run.algorithm.objective.correction is not None) == (chosen is not None)
-    assert f"{gain:.2f}" in trainer.rounding.reason
+    said = trainer.rounding.reason
+    assert f"auto: {chosen or 'not rounded'}" in said and f"{gain:.2f} times as fast" in said
+    assert (f"{difference:.2g} apart" in said) == (gain > 1.2)
+    assert "at least 1.2 times" in said and "at most 0.05" in said
+
+
+@pytest.mark.usefixtures("fast")
+def test_log_probs_are_compared_only_of_formats_that_gain(tmp_path, monkeypatch):
+    trainer, asked = runs.trainer(tmp_path), []
+    monkeypatch.setattr(rounding, "gains", lambda run, engine: {"bfloat16": 1.1, "int8": 1.4})
+    monkeypatch.setattr(rounding, "logprob_difference", lambda engine, dtype, *given: asked.append((dtype, *given)))
+    found = measure(trainer.run, trainer.collector.engine, lambda: [[5, 6, 7]])
+    assert found == by_format(bfloat16=(1.1, None), int8=(1.4, None))
+    assert asked == [("int8", [[5, 6, 7]], trainer.args.max_completion_length, 1.0)]
+    assert trainer.collector.engine.dtype is None
+
+
+def test_the_difference_is_that_between_the_rounded_engine_and_the_policy(tmp_path):
+    """Without rounding the engine samples from the policy, and there is none."""
+    trainer = runs.trainer(tmp_path)
+    engine, prompts = trainer.collector.engine, [[5, 6, 7], [8, 9]]
+    found = {name: logprob_difference(engine, name, prompts) for name in (None, "bfloat16", "int8", "float8")}
+    assert found[None] < 1e-5 < found["bfloat16"] < found["int8"] < found["float8"] < 1
+    assert logprob_difference(engine, "int8", prompts, temperature=0.5) > 1.5 * found["int8"]
+    assert engine.dtype is None
+
+
+def test_log_probs_are_compared_after_the_dataset_s_first_prompts(tmp_path):
+    rows = [{"prompt": "1+1="}, {"prompt": 3}, {"prompt": "2+2="}]
+    codec = runs.trainer(tmp_path).collector.codec
+    assert first_prompts(codec, rows) == [codec.read_row(rows[number]).ids for number in (0, 2)]
+    assert first_prompts(codec, iter(rows)) == first_prompts(codec, None) == []
 
 
 def test_auto_measures_nothing_where_no_format_is_faster(tmp_path, monkeypatch):

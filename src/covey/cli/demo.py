@@ -98,10 +98,9 @@ def settings(output_dir: Path, seed: int, max_steps: int, **further: Any) -> Any
         logging_steps=1,
         save_strategy="no",
         report_to="none",
-        log_completions=True,  # for the table at the end
         num_completions_to_print=0,
         seed=seed,
-        **{"record": "tokens", **further},
+        **{"record": "tokens", "log_completions": True, **further},  # completions: for the table at the end
     )
 
 

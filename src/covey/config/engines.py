@@ -124,8 +124,8 @@ class MismatchFields:
     )
     """Number format that the built-in engine, vLLM in this process or an SGLang server that is started rounds weights
     and inputs of linear layers to, once for each rollout batch. Samples are then corrected as any engine's. `auto`, of
-    the built-in engine: the fastest format, where a decoding step gets at least 1.2 times as fast on this machine,
-    which is measured at the start; else none. Unset: none."""
+    the built-in engine: the fastest format with which a decoding step gets at least 1.2 times as fast on this machine
+    and log-probs differ by at most 0.05 on average, both measured at the start; else none. Unset: none."""
     engine_parity: str = limited("raise", choices=("raise", "warn", "off"))
     """When the first samples of an engine have other log-probabilities than the trainer gives them, by more than
     rounding explains: `raise` ends the run and names the likely cause, `warn` continues, `off` does not compare."""

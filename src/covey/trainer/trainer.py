@@ -46,7 +46,7 @@ from covey.trainer.checks import (
 from covey.trainer.distributed.sharding import ready_to_evaluate, ready_to_train, shard_on_cpu
 from covey.trainer.distributed.stopping import Finished, StopAtStep, set_random_state
 from covey.trainer.engine_check.parity import EngineCheck, corrected
-from covey.trainer.engines.rounding import choose_rounding
+from covey.trainer.engines.rounding import choose_rounding, first_prompts
 from covey.trainer.engines.weight_sync import WeightSync
 from covey.trainer.evaluation.phase import EvaluationPhase, recommending_optimizer
 from covey.trainer.evaluation.suites import as_of_sources
@@ -208,7 +208,8 @@ class OnlineTrainer(TrainingLoop):
     def _build_step(self, sampling: SamplingParams, prompts_required: bool, peft_config: Any) -> None:
         args, run, engine, rows = self.args, self.run, self.collector.engine, self.train_dataset
         own = engine if self.made_of.get("engine") is None else None
-        self.rounding = choose_rounding(run, own, lambda traits: self._expect(traits, sampling))
+        prompts = functools.partial(first_prompts, self.collector.codec, rows)
+        self.rounding = choose_rounding(run, own, prompts, lambda traits: self._expect(traits, sampling))
         replay, traits = build.build_replay(run, self.collector, self.rewards)
         entropy = EntropyController(args) if args.entropy_coef or args.use_adaptive_entropy else None
         run.method.correct(lambda algorithm: corrected(algorithm, args, traits, sampling))

@@ -17,7 +17,7 @@ from covey.policy.stored_adapters import stored_adapter
 from covey.runtime.waiting import CHOSEN
 from covey.sizing.memory import ASSUMED_PROMPT_TOKENS
 from covey.trainer.build import shares_base, teacher_kwargs
-from covey.trainer.engines.rounding import AUTO, LEAST_GAIN, why_slow
+from covey.trainer.engines.rounding import AUTO, LARGEST_DIFFERENCE, LEAST_GAIN, why_slow
 
 
 def count(number: int, noun: str) -> str:
@@ -406,8 +406,9 @@ def _rounding(run: ExplainedRun) -> Iterator[str]:
             yield f"A decoding step is measured where the run starts (engine_dtype={name!r})."
         elif fast:
             yield f"""When the run starts, a decoding step of the model is measured as it is and with weights and inputs
-            rounded to {", ".join(fast)} (engine_dtype={name!r}). The fastest format is taken if a step gets at least
-            {LEAST_GAIN:g} times as fast, else none."""
+            rounded to {", ".join(fast)} (engine_dtype={name!r}). The fastest format is taken with which a step gets
+            at least {LEAST_GAIN:g} times as fast and log-probabilities of sampled tokens differ by at most
+            {LARGEST_DIFFERENCE:g} on average; else none."""
         else:
             yield f"""engine_dtype={name!r} changes nothing on this machine, which multiplies no narrower format faster
             (on a CPU: it has neither AMX nor VNNI)."""

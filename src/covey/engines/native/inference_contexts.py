@@ -116,6 +116,12 @@ class PolicyEngine:
         """Sample `request.n` completions of one prompt."""
         raise NotImplementedError
 
+    def score(self, tokens: Tensor, temperature: float = 1.0) -> Tensor:
+        """Log-probs [S, T - 1] of tokens [S, T] after those before them, by one plain forward pass while awake."""
+        logits = self._model()(input_ids=tokens.to(self.input_device), use_cache=False).logits[:, :-1].float()
+        logprobs: Tensor = (logits / temperature).log_softmax(-1)
+        return logprobs.gather(-1, tokens[:, 1:, None].to(logprobs.device))[..., 0]
+
     def load_weights(self, update: WeightUpdate) -> None:
         """Do nothing: the engine samples from the policy's own parameters."""
 

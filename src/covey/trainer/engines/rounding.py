@@ -1,15 +1,17 @@
 """`engine_dtype` of a run: the number format that the built-in engine rounds to, as it is given or as it is measured.
 
-`auto` measures a decoding step of the policy with each format that this machine has a faster product for, once, when
-the trainer is made. A resumed run takes what its checkpoint says, since another choice would sample other tokens.
+`auto` measures a decoding step of the policy with each format that this machine has a faster product for, and the
+difference that the format makes to log-probs, once, when the trainer is made. A resumed run takes what its checkpoint
+says, since another choice would sample other tokens.
 """
 
 import asyncio
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,21 +19,29 @@ from covey.config.base import OnlineConfig
 from covey.core.engine import EngineTraits, RolloutEngine, SampleRequest, SamplingParams, traits_of
 from covey.core.findings import Finding
 from covey.core.model import compute_dtype
+from covey.core.records import Completion
 from covey.engines.native.inference_contexts import PolicyEngine
 from covey.engines.native.number_formats import FAST, FORMATS, fast_product
 from covey.engines.native.packed_weights import adapter_modules, roundable
 from covey.policy.adapters import base_model
 from covey.policy.quantization import quantization_method
 from covey.rollout.collector import run_async
+from covey.rollout.prompts import PromptCodec
 from covey.trainer.run import Run
 
 AUTO = "auto"
 LEAST_GAIN = 1.2  # times that a decoding step must get faster for `auto` to round
+# Largest mean difference of a sampled token's log-prob, in nats, with which `auto` rounds: half of what half precision
+# may make (`engine_check.parity`). Of 100 tokens with independent differences of this size, the ratio of trainer to
+# engine probability varies by a factor of about 1.9 (exp(0.05 * sqrt(pi / 2) * sqrt(100))).
+LARGEST_DIFFERENCE = 0.05
 CLEAR = (1.05, 1.5)  # gains below and above which one measurement is enough
 ROUNDS = 3  # measurements of a gain between these, of which the median counts
 STEPS = 4  # decoding steps in a measurement
 PROMPT = 32  # tokens of its prompts
 TOKENS = 251  # different tokens in them, at most
+ROWS, SAMPLES, LENGTH = 4, 4, 32  # prompts, completions of each and their tokens that log-probs are compared on
+LONGEST_PROMPT = 256  # tokens of these prompts, the last of each
 LEAST_SHARE = 0.5  # share of the weights that decoding multiplies with, below which a warning says that few are rounded
 
 
@@ -129,8 +139,20 @@ def why_slow(device: str, name: str) -> str:
     return f"this GPU, or this torch, multiplies no {name}."
 
 
-def choose_rounding(run: Run, engine: RolloutEngine | None, changed: Callable[[EngineTraits], None]) -> EngineRounding:
-    """The run's rounding; measures a decoding step where the config says `auto`. Collective."""
+class MeasuredFormat(NamedTuple):
+    """Effect of rounding to a format on the time of decoding and on log-probs, on this machine."""
+
+    gain: float  # time of a decoding step without it, by the time with it
+    difference: float | None = None  # mean absolute, of log-probs of sampled tokens; None: the gain is too small anyway
+
+
+def choose_rounding(
+    run: Run,
+    engine: RolloutEngine | None,
+    prompts: Callable[[], list[list[int]]],
+    changed: Callable[[EngineTraits], None],
+) -> EngineRounding:
+    """The run's rounding; measures it, on `prompts` for log-probs, where the config says `auto`. Collective."""
     args = run.args
     chosen = EngineRounding(args, engine, changed)
     if not isinstance(engine, PolicyEngine) or not args.rounds_engine or args.replay_from is not None:
@@ -138,32 +160,52 @@ def choose_rounding(run: Run, engine: RolloutEngine | None, changed: Callable[[E
     if args.engine_dtype != AUTO:
         chosen.reason = f"engine_dtype={engine.dtype}: weights and inputs of linear layers are rounded in sampling."
     elif not run.sharding.weights:
-        found = gains(run, engine)
+        found = measure(run, engine, prompts)
         dtype, chosen.reason = decision(run.collectives.gather(found, "choose the engine's number format"))
         engine.sample_in(dtype)
     return chosen
 
 
-def decision(found: list[Mapping[str, float]]) -> tuple[str | None, str]:
-    """The format that gains most in the process where it gains least, with a sentence; None below `LEAST_GAIN`.
+def decision(found: list[dict[str, MeasuredFormat]]) -> tuple[str | None, str]:
+    """The format to round to and a sentence, given each process's measurements: the fastest with a small difference.
+
+    A format counts with its least gain and its largest difference. None where no format gains `LEAST_GAIN` and stays
+    within `LARGEST_DIFFERENCE`.
 
     Example:
-        >>> decision([{"int8": 1.6, "bfloat16": 1.3}, {"int8": 1.25, "bfloat16": 1.3}])[0]
+        >>> int8, bfloat16 = MeasuredFormat(1.6, 0.16), MeasuredFormat(1.3, 0.014)
+        >>> decision([{"int8": int8, "bfloat16": bfloat16}])[0]
         'bfloat16'
     """
-    least = {name: min(gains.get(name, 0.0) for gains in found) for name in found[0]}
-    if not least:
+    if not all(found):
         return None, "engine_dtype=auto: not rounded, as this machine multiplies no narrower format faster."
-    measured = ", ".join(f"{name} {gain:.2f}" for name, gain in least.items())
-    best = max(least, key=least.__getitem__)
-    if least[best] < LEAST_GAIN:
-        return None, (
-            f"engine_dtype=auto: not rounded, as a decoding step gets less than {LEAST_GAIN:g} times as fast"
-            f" ({measured})."
-        )
-    return (
-        best,
-        f"engine_dtype=auto: {best}, with which a decoding step is {least[best]:.2f} times as fast ({measured}).",
+    names = [name for name in found[0] if all(name in one for one in found)]
+    worst = {name: _worst([one[name] for one in found]) for name in names}
+    fitting = {
+        name: one.gain
+        for name, one in worst.items()
+        if one.gain >= LEAST_GAIN and one.difference is not None and one.difference <= LARGEST_DIFFERENCE
+    }
+    best = max(fitting, key=fitting.__getitem__, default=None)
+    wanted = (
+        f"a decoding step gets at least {LEAST_GAIN:g} times as fast and log-probs differ by at most"
+        f" {LARGEST_DIFFERENCE:g} on average"
+    )
+    chosen = f"{best}, the fastest format" if best else "not rounded, as there is no format"
+    return best, f"engine_dtype=auto: {chosen} with which {wanted} (measured: {_table(worst)})."
+
+
+def _worst(found: Sequence[MeasuredFormat]) -> MeasuredFormat:
+    """The least gain and the largest difference; NaN, as of a model that overflows, is larger than all."""
+    known = [one.difference for one in found if one.difference is not None]
+    largest = max(known, key=lambda x: (x != x, x)) if len(known) == len(found) else None
+    return MeasuredFormat(min(one.gain for one in found), largest)
+
+
+def _table(measured: Mapping[str, MeasuredFormat]) -> str:
+    return "; ".join(
+        f"{name} {one.gain:.2f} times as fast" + ("" if one.difference is None else f", {one.difference:.2g} apart")
+        for name, one in measured.items()
     )
 
 
@@ -173,6 +215,18 @@ def candidates(run: Run) -> list[str]:
         width = compute_dtype(run.policy).itemsize
     device = run.device.type
     return [name for name in FORMATS if FORMATS[name].dtype.itemsize < width and fast_product(device, name)]
+
+
+def measure(run: Run, engine: PolicyEngine, prompts: Callable[[], list[list[int]]]) -> dict[str, MeasuredFormat]:
+    """Gain of each format that may gain, and the difference of log-probs where the gain suffices."""
+    found = {name: MeasuredFormat(gain) for name, gain in gains(run, engine).items()}
+    if any(one.gain >= LEAST_GAIN for one in found.values()):
+        few, length = prompts() or made_up_prompts(run), min(LENGTH, run.args.max_completion_length or LENGTH)
+        for name, (gain, _) in found.items():
+            if gain >= LEAST_GAIN:
+                found[name] = MeasuredFormat(gain, logprob_difference(engine, name, few, length, run.args.temperature))
+    engine.sample_in(None)
+    return found
 
 
 def gains(run: Run, engine: PolicyEngine) -> dict[str, float]:
@@ -229,3 +283,56 @@ def step_seconds(
     with torch.no_grad(), engine.awake():
         sample(1 + steps)  # packs weights, and measures kernels
         return max(1e-9, sample(1 + steps) - sample(1)) / steps
+
+
+def logprob_difference(
+    engine: PolicyEngine,
+    dtype: str | None,
+    prompts: Sequence[list[int]],
+    length: int = LENGTH,
+    temperature: float = 1.0,
+    samples: int = SAMPLES,
+) -> float:
+    """Mean absolute difference of sampled tokens' log-probs between the engine rounded to `dtype` and the policy."""
+    room = LONGEST_PROMPT
+    if engine.max_context is not None:
+        length = min(length, engine.max_context // 2)
+        room = min(room, engine.max_context - length)
+    params = SamplingParams(length, temperature=temperature, extra={"eos_token_id": []})
+    requests = [
+        SampleRequest(prompt[-room:], samples, params, [*range(samples * number, samples * (number + 1))])
+        for number, prompt in enumerate(prompts)
+    ]
+
+    async def together() -> list[list[Completion]]:
+        return await asyncio.gather(*map(engine.generate, requests))
+
+    engine.sample_in(dtype)
+    with torch.no_grad(), engine.awake():
+        sampled = run_async(together())
+    engine.sample_in(None)
+    differences = []
+    with torch.no_grad(), engine.awake():
+        for request, completions in zip(requests, sampled, strict=True):
+            tokens = torch.tensor([request.prompt_ids + one.token_ids for one in completions])
+            scored = engine.score(tokens, temperature)[:, len(request.prompt_ids) - 1 :].cpu()
+            differences.append((scored - torch.tensor([one.logprobs for one in completions])).abs().flatten())
+    return torch.cat(differences).mean().item()
+
+
+def first_prompts(codec: PromptCodec, rows: Any) -> list[list[int]]:
+    """Token ids of a dataset's first prompts, of those that are text; none of a stream, which is read once."""
+    found = list[list[int]]()
+    for row in islice(rows if hasattr(rows, "__len__") else [], 4 * ROWS):
+        try:
+            encoded = codec.read_row(row)
+        except ValueError:  # sampling reports it
+            continue
+        if encoded.ids and not encoded.media:
+            found.append(list(encoded.ids))
+    return found[:ROWS]
+
+
+def made_up_prompts(run: Run) -> list[list[int]]:
+    tokens = min(TOKENS, run.policy.get_input_embeddings().num_embeddings)
+    return [[(7 * number + 11 * place) % tokens for place in range(PROMPT)] for number in range(ROWS)]
