@@ -63,6 +63,8 @@ def train(case, folder):
         settings["demonstrations"] = str(folder / settings["demonstrations"])
     parts = {"train_dataset": rows(), "reward_funcs": runs.longer}
     args = runs.config(folder / case, **settings)
+    if args.deepspeed_plugin is not None:  # else weights as small as these stay whole
+        args.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trained = GRPOTrainer(model=tiny.model(), args=args, processing_class=tiny.tokenizer(), **parts)

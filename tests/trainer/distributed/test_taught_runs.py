@@ -1,4 +1,4 @@
-"""Two processes with teachers or demonstrations make the update of one, with whole weights or with FSDP2's."""
+"""Two processes with teachers or demonstrations make the update of one, with whole weights, FSDP2's or ZeRO-3's."""
 
 import sys
 
@@ -9,8 +9,8 @@ from tests.support import forking, taught_runs
 from tests.support.launching import CONFIGS, HERE, environment, free_port, once, succeeded
 from tests.support.taught_runs import CASES
 
-pytestmark = pytest.mark.slow
-NAMES = {"gloo": "", "fsdp2": "FSDP2"}
+NAMES = {"gloo": "", "fsdp2": "FSDP2", "zero3": "ZeRO-3"}
+WAYS = [pytest.param(way, marks=pytest.mark.deepspeed if way == "zero3" else pytest.mark.slow) for way in NAMES]
 
 
 def launch(way, folder, cases):
@@ -39,7 +39,7 @@ def alone(tmp_path_factory):
     return run
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=WAYS)
 def two(request, tmp_path_factory):
     """A way, and the results of all cases by two processes in one launch."""
 
