@@ -415,6 +415,75 @@ def test_the_policys_own_start_is_not_changed_by_a_teacher(tmp_path, stored):
     assert all(map(torch.equal, runs.weights(with_one), runs.weights(without)))
 
 
+def merged(stored):
+    """The base with an adapter merged into it, which still has the base's name."""
+    return adapted(stored, "two").merge_and_unload()
+
+
+def unmerged(stored):
+    """The base from which an adapter was subtracted after it had been added: it is rounded."""
+    policy = adapted(stored, "two")
+    policy.merge_adapter()
+    policy.unmerge_adapter()
+    return policy.unload()
+
+
+def as_object(stored, dtype=torch.float32):
+    return LlamaForCausalLM.from_pretrained(stored / "base", dtype=dtype)
+
+
+PISSA = LoraConfig(**LORA, init_lora_weights="pissa")
+
+
+@pytest.mark.parametrize(
+    "parts, shares",
+    [
+        (lambda at: {"model": as_object(at), "peft_config": LoraConfig(**LORA)}, True),
+        (lambda at: {"model": get_peft_model(as_object(at), LoraConfig(**LORA))}, True),
+        (lambda at: {"model": as_object(at, torch.bfloat16), "peft_config": LoraConfig(**LORA)}, True),
+        (lambda at: {"model": merged(at), "peft_config": LoraConfig(**LORA)}, False),
+        (lambda at: {"model": unmerged(at), "peft_config": LoraConfig(**LORA)}, False),
+        (lambda at: {"model": str(at / "base"), "peft_config": PISSA}, False),
+    ],
+    ids=["a model", "with an adapter", "rounded", "already merged", "merged and unmerged", "changed by PiSSA"],
+)
+def test_a_base_is_shared_if_its_weights_are_those_that_its_name_promises(tmp_path, stored, parts, shares):
+    settings = {"teacher": str(stored / "one"), "learning_rate": 0.0, "max_steps": 1}
+    trainer = runs.trainer(tmp_path, parts=parts(stored), **settings)
+    found, teacher = runs.experiences(trainer), teacher_of(trainer)
+    assert bool(storages(teacher) & storages(trainer.policy)) == shares
+    trainer.train()
+    expected = adapted(stored, "one").to(teacher.get_base_model().dtype)
+    for batch in found:
+        scores = direct(expected, own_prompts(batch), batch)
+        torch.testing.assert_close(
+            batch.teacher_logprobs, scores.float(), rtol=0, atol=2e-5 if shares is False else 5e-2
+        )
+
+
+@pytest.mark.parametrize("settings", [{"init_lora_weights": "pissa"}, {"bias": "all"}], ids=["PiSSA", "biases"])
+def test_an_adapter_that_changes_weights_of_its_base_has_one_of_its_own(tmp_path, stored, settings):
+    """PEFT replaces the base's weights when it loads such an adapter: neither the policy nor another teacher moves."""
+    torch.manual_seed(3)
+    changed = get_peft_model(as_object(stored), LoraConfig(**LORA, **settings))
+    for name, weight in changed.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    changed.save_pretrained(tmp_path / "changed")
+    rows = [{**row, "teacher": ("one", "changed")[number % 2]} for number, row in enumerate(tiny.rows())]
+    given = {"changed": str(tmp_path / "changed"), "one": str(stored / "one")}
+    parts = {"model": str(stored / "base"), "peft_config": LoraConfig(**LORA), "train_dataset": rows}
+    trainer = runs.trainer(tmp_path, parts=parts, teacher=given)
+    assert not storages(teacher_of(trainer, "changed")) & storages(trainer.policy)
+    own = dict(as_object(stored).named_parameters())
+    for name, weight in trainer.policy.get_base_model().named_parameters():
+        if "lora_" not in name:
+            assert torch.equal(weight, own[name.replace(".base_layer", "")]), name
+    expected = PeftModel.from_pretrained(as_object(stored), tmp_path / "changed").state_dict()
+    kept = teacher_of(trainer, "changed").state_dict()
+    assert all(torch.equal(kept[name], weight) for name, weight in expected.items())
+
+
 @pytest.mark.parametrize("change", [{"base_model_name_or_path": None}, {"peft_type": "PREFIX_TUNING"}, {"r": 4}])
 def test_an_adapter_that_cannot_be_a_teacher_is_refused(tmp_path, stored, change):
     shutil.copytree(stored / "one", tmp_path / "one")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from covey.core.findings import CheckError, Finding
 from covey.core.model import unwrapped, without_adapter
-from covey.policy.quantization import quantization_method
+from covey.policy.quantization import is_quantized_layer, quantization_method
 
 NEED_INPUTS = ("POLY", "XLORA", "CPT")  # PEFT types that need more than tokens in a forward pass, or two forward passes
 
@@ -116,9 +116,12 @@ def base_model(model: Any) -> Any:
     return unwrapped(without_adapter(unwrapped(model)))
 
 
-def with_shared_weights(base: Any) -> Any:
-    """A copy of a model whose parameters are the same tensors, not copies."""
-    return copy.deepcopy(base, {id(parameter): parameter for parameter in base.parameters()})
+def with_shared_weights(model: Any, *, trained: bool = True) -> Any:
+    """A copy of a model whose parameters are the same tensors, not copies; `trained=False`: only the frozen ones."""
+    same: list[Any] = [weight for weight in model.parameters() if trained or not weight.requires_grad]
+    states = (getattr(module, "quant_state", None) for module in model.modules() if is_quantized_layer(module))
+    same += [state for state in states if state is not None]
+    return copy.deepcopy(model, {id(one): one for one in same})
 
 
 def has_adapter(model: Any) -> bool:

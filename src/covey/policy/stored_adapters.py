@@ -1,6 +1,5 @@
 """PEFT adapters in a folder or on the hub, loaded over a base model that other models may share."""
 
-import copy
 import json
 import os
 import warnings
@@ -9,17 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers.utils import find_adapter_config_file
 
 from covey.core.findings import CheckError
 from covey.core.model import unwrapped
-from covey.policy.adapters import NEED_INPUTS, has_adapter
+from covey.policy.adapters import NEED_INPUTS, has_adapter, with_shared_weights
 from covey.policy.loading import located
 from covey.policy.quantization import is_quantized_layer
 
 PROMPT_LEARNING = ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "MULTITASK_PROMPT_TUNING", "ADAPTION_PROMPT")
 """PEFT types that put virtual tokens before the prompt."""
 PLACES = ("revision", "token", "cache_dir", "subfolder", "local_files_only")
+LEAVES_BASE = (True, False, "gaussian", "eva", "orthogonal")
+"""Values of `init_lora_weights` with which PEFT leaves the weights of the base as they are. With others (PiSSA, OLoRA,
+LoftQ, CorDA, ...) it changes them, also when the adapter is loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,7 @@ class StoredAdapter:
     name: str  # its folder or hub id
     base: str  # folder or hub id of the model that it changes
     revision: str | None = None  # revision of the base model
+    changes_weights: bool = False  # loading it changes weights of the base model, which then cannot be shared
 
     def changes(self, name: str, revision: str | None) -> bool:
         """True if its base model is the folder or hub id `name` at `revision`."""
@@ -64,7 +68,8 @@ def stored_adapter(name: str, location: dict[str, Any]) -> StoredAdapter | None:
             f"teacher={name!r} is an adapter of type {kind}, which needs further inputs next to the tokens.",
             "Use LoRA or one of its variants, or the folder of the merged model.",
         )
-    return StoredAdapter(name, str(base), config.get("revision"))
+    begins, bias = config.get("init_lora_weights", True), config.get("bias", "none")
+    return StoredAdapter(name, str(base), config.get("revision"), begins not in LEAVES_BASE or bias != "none")
 
 
 def shared_base(policy: Any) -> Any:
@@ -77,10 +82,21 @@ def shared_base(policy: Any) -> Any:
     in_eight_bits = any(type(layer._parameters.get("weight")).__name__ == "Int8Params" for layer in quantized)
     if not has_adapter(policy) or not hasattr(policy.base_model, "unload") or in_eight_bits:
         return None
-    same: list[Any] = [weight for weight in policy.parameters() if not weight.requires_grad]
-    same += [layer.quant_state for layer in quantized if getattr(layer, "quant_state", None) is not None]
-    base = copy.deepcopy(policy, {id(one): one for one in same}).unload()
+    base = with_shared_weights(policy, trained=False).unload()
     return None if any(weight.requires_grad for weight in base.parameters()) else base.eval()
+
+
+def has_weights_of(base: Any, other: Any) -> bool:
+    """True if two models, unquantised or quantised alike, have the same weights bit by bit.
+
+    Those of `other` are rounded to the dtypes of `base`, which may have been loaded in fewer bits.
+    """
+    ours, theirs = base.state_dict(), other.state_dict()
+    if ours.keys() != theirs.keys():
+        return False
+    pairs = ((ours[name].cpu(), theirs[name].cpu()) for name in ours)
+    floating = ((own, one.to(own.dtype) if own.is_floating_point() else one) for own, one in pairs)
+    return all(own.dtype == one.dtype and torch.equal(own, one) for own, one in floating)
 
 
 def with_stored_adapter(base: Any, adapter: StoredAdapter, location: dict[str, Any]) -> Any:

@@ -40,7 +40,7 @@ from covey.policy.precision import held_in_half
 from covey.policy.quantization import check_shardable, quantization_method
 from covey.policy.replicas import Reference, starts_as_identity
 from covey.policy.scoring import TokenScorer
-from covey.policy.stored_adapters import StoredAdapter, shared_base, stored_adapter, with_stored_adapter
+from covey.policy.stored_adapters import StoredAdapter, has_weights_of, shared_base, stored_adapter, with_stored_adapter
 from covey.rewards import RewardSuite
 from covey.rewards.functions import FunctionReward
 from covey.rewards.marks import named_tokens
@@ -224,12 +224,15 @@ def build_teachers(
     peft_config: Any = None,
     reference: Reference | None = None,
     given: Any = None,
+    loaded: bool = False,
 ) -> TeacherScorer | None:
     """The teachers that the config names, or the model that was `given`; None without any.
 
-    `reference` is that of a KL penalty, which is the teacher "start" as well where it does not move.
+    `reference` is that of a KL penalty, which is the teacher "start" as well where it does not move. `loaded` says that
+    the policy was loaded by its name here, and not given as a model, whose weights may be others than its name says.
     """
-    args, teachers, bases = run.args, dict[str, Teacher](), dict[str, Any]()
+    args, teachers, bases = run.args, dict[str, Teacher](), dict[Any, Any]()
+    as_named = loaded and peft_config is not None and starts_as_identity(peft_config)
     for name, source in sources_of_teachers(args, given).items():
         if source == "policy":
             teachers[name] = policy_teacher(name, source, None, model)
@@ -245,7 +248,9 @@ def build_teachers(
                 own = make_reference(model, run.accelerator, peft_config, follows=source == "follower")
             teachers[name] = policy_teacher(name, source, own, model)
         else:
-            teachers[name] = loaded_teacher(name, _placed_teacher(run, source, model, bases), unwrapped(model))
+            teachers[name] = loaded_teacher(
+                name, _placed_teacher(run, source, model, bases, as_named), unwrapped(model)
+            )
     if not teachers:
         return None
     template = args.teacher_prompt_template or ""
@@ -281,14 +286,14 @@ def teacher_kwargs(args: OnlineConfig) -> dict[str, Any]:
 
 
 @without_bars()
-def _placed_teacher(run: Run, source: Any, policy: Any, bases: dict[str, Any]) -> Any:
+def _placed_teacher(run: Run, source: Any, policy: Any, bases: dict[Any, Any], as_named: bool) -> Any:
     """A teacher on the run's device, sharded if the policy is; `bases` keeps models that adapters share."""
     kwargs = teacher_kwargs(run.args)
     with whole_models():
         if not isinstance(source, str):
             source = source.requires_grad_(False).eval()
         elif (adapter := stored_adapter(source, kwargs)) is not None:
-            source = with_stored_adapter(_base_of(run, adapter, policy, bases), adapter, kwargs)
+            source = with_stored_adapter(_base_of(run, adapter, policy, bases, as_named), adapter, kwargs)
         else:
             source = load_teacher(source, init_kwargs=kwargs, trust_remote_code=run.args.trust_remote_code)
     if not (run.sharding.weights or quantization_method(source)):
@@ -296,20 +301,33 @@ def _placed_teacher(run: Run, source: Any, policy: Any, bases: dict[str, Any]) -
     return prepare_frozen(run.accelerator, source)
 
 
-def _base_of(run: Run, adapter: StoredAdapter, policy: Any, bases: dict[Any, Any]) -> Any:
+def _base_of(run: Run, adapter: StoredAdapter, policy: Any, bases: dict[Any, Any], as_named: bool) -> Any:
     """The model that an adapter changes: the policy's own without its adapter, or one that adapters share.
 
-    Sharding replaces the weights of one model, so that then each adapter has a base of its own.
+    Sharding replaces the weights of one model, so that then each adapter has a base of its own; so has an adapter that
+    changes the base's weights.
     """
-    args = run.args
-    if run.sharding.weights:
+    args, key = run.args, (adapter.base, adapter.revision)
+    if run.sharding.weights or adapter.changes_weights:
         return _load_base(args, adapter)
-    if shares_base(args, adapter, base_model(policy).config) and (own := shared_base(policy)) is not None:
-        return own
-    key = adapter.base, adapter.revision
     if key not in bases:
-        bases[key] = _load_base(args, adapter)
+        own = _base_of_policy(args, adapter, policy, as_named)
+        bases[key] = _load_base(args, adapter) if own is None else own
     return with_shared_weights(bases[key])
+
+
+def _base_of_policy(args: OnlineConfig, adapter: StoredAdapter, policy: Any, as_named: bool) -> Any:
+    """The model under the policy's adapter; None where it is another one than the teacher's adapter changes.
+
+    Its name proves nothing where the model was given as an object, which may have been merged or trained since it was
+    loaded, or where an adapter's start has changed it. Then it is compared with the model of that name.
+    """
+    config = base_model(policy).config
+    if not shares_base(args, adapter, config) or (own := shared_base(policy)) is None:
+        return None
+    quantization = getattr(config, "quantization_config", None)
+    alike = {} if quantization is None else {"quantization_config": quantization, "dtype": own.dtype}
+    return own if as_named or has_weights_of(own, _load_base(args, adapter, **alike)) else None
 
 
 def shares_base(args: OnlineConfig, adapter: StoredAdapter, config: Any) -> bool:
@@ -319,9 +337,9 @@ def shares_base(args: OnlineConfig, adapter: StoredAdapter, config: Any) -> bool
     return same and not args.teacher_model_init_kwargs
 
 
-def _load_base(args: OnlineConfig, adapter: StoredAdapter) -> Any:
+def _load_base(args: OnlineConfig, adapter: StoredAdapter, **given: Any) -> Any:
     others = {name: value for name, value in teacher_kwargs(args).items() if name not in ("revision", "subfolder")}
-    kwargs = {**others, **({} if adapter.revision is None else {"revision": adapter.revision})}
+    kwargs = {**others, **({} if adapter.revision is None else {"revision": adapter.revision}), **given}
     return load_teacher(adapter.base, init_kwargs=kwargs, trust_remote_code=args.trust_remote_code)
 
 

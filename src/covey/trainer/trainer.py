@@ -4,6 +4,7 @@ The loop is `covey.trainer.loop`; `covey.trainer.build` makes the parts. The oth
 """
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -218,7 +219,15 @@ class OnlineTrainer(TrainingLoop):
         routes_of = None if self.scorer.vision or routing_of(run.policy) is None else scorer.routes
         check = EngineCheck(run, self.collector, sampling, traits, scorer.rescore, routes_of)
         teachers = build.build_teachers(
-            run, self.model, self.collector, self.rewards, scorer, peft_config, self.reference, self.teacher_model
+            run,
+            self.model,
+            self.collector,
+            self.rewards,
+            scorer,
+            peft_config,
+            self.reference,
+            given=self.teacher_model,
+            loaded=isinstance(self.made_of.get("model"), str | os.PathLike),
         )
         self.behaviour = BehaviourScorer(run, scorer, self.reference, check, teachers)
         energies = functools.partial(token_energies, scorer) if run.algorithm.token_baseline else None

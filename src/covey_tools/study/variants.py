@@ -21,6 +21,7 @@ from covey.core.engine import EngineTraits, SampleRequest, WeightUpdate
 from covey.core.findings import CheckError
 from covey.core.records import Completion, PromptSample
 from covey.policy.adapters import base_model, why_not_alone
+from covey.policy.stored_adapters import LEAVES_BASE
 from covey.rollout.agents import with_agent
 from covey.runtime.user_code import preserve_process_state
 from covey.trainer.build import build_collector, build_rewards, sampling_params
@@ -52,7 +53,6 @@ OF_ALL = (
     *("bf16", "fp16", "use_cpu", "model_init_kwargs", "trust_remote_code"),
     *("max_concurrent_completions", "engine_dtype"),
 )
-UNTOUCHED = (True, False, "gaussian", "orthogonal")  # `init_lora_weights` that leave the shared weights as they are
 NOT_HERE = {"save_strategy": "no", "eval_strategy": "no", "save_total_limit": None, "disable_tqdm": True}
 NOT_HERE |= {"model_init_kwargs": None}  # the study has loaded the model
 KEPT = 3  # checkpoints of a variant, as the last one that all variants have must be among them
@@ -124,9 +124,9 @@ def settings_of(
             "setting-type", f"peft={own!r} must be a mapping, such as {{'r': 8}}, or None for the whole model."
         )
     adapter = None if own is None else {**(common.get("peft") or {}), **own}
-    if adapter is not None and (start := adapter.get("init_lora_weights", True)) not in UNTOUCHED:
+    if adapter is not None and (start := adapter.get("init_lora_weights", True)) not in LEAVES_BASE:
         evidence = f"init_lora_weights={start!r} changes weights of the model, which all variants share."
-        raise CheckError.of("study-adapter", evidence, f"Use one of {', '.join(map(repr, UNTOUCHED))}.")
+        raise CheckError.of("study-adapter", evidence, f"Use one of {', '.join(map(repr, LEAVES_BASE))}.")
     if adapter is not None:
         from peft import LoraConfig
 
