@@ -223,6 +223,11 @@ REFUSED_BY_NAME = [
     (GRPOConfig, {"compare": '{"judge": "rol"}'}, r"compare\['judge'\]='rol' is not known"),
     (GRPOConfig, {"compare": "{}"}, "compare={} must give each role"),
     (GRPOConfig, {"compare": "role_average", "dynamic_sample": True}, "dynamic_sample=True .*compare='role_average'"),
+    (
+        GRPOConfig,
+        {"chat_template_kwargs": {"today": lambda: 1}},
+        "chat_template_kwargs=.*holds what a checkpoint cannot",
+    ),
     (GRPOConfig, {"gates": {"mixed": print}}, "gates: mixed=.* is a function.*gates.py:mixed"),
     (GRPOConfig, {"compare": "role_average", "gates": {"signal": True}}, "gates=.*compare='role_average'"),
     (

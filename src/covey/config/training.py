@@ -1,5 +1,6 @@
 """Fields and rules about the policy, batches, the outer training loop and what is shown of completions."""
 
+import pickle
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -139,6 +140,20 @@ class LoggingFields:
 describe_fields(__name__)
 
 # ---- rules -----------------------------------------------------------------------------------------------------------
+
+
+def settings_can_be_saved(args: Args) -> Iterator[Finding]:
+    """Checkpoints hold the config: a run with a setting that cannot be written would end at its first."""
+    nested = [name for name, value in vars(args).items() if name[0] != "_" and isinstance(value, dict | list | tuple)]
+    for name in nested if args.save_strategy != "no" else ():
+        try:
+            pickle.dumps(getattr(args, name))
+        except Exception as error:  # whatever the value's class raises
+            yield Finding.error(
+                "setting-type",
+                f"{name}={getattr(args, name)!r} holds what a checkpoint cannot: {error}.",
+                "Define it at the top level of a file, or set save_strategy='no'.",
+            )
 
 
 def something_is_trained(args: Args) -> Iterator[Finding]:

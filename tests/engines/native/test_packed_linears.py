@@ -46,6 +46,7 @@ def test_widths_are_those_of_the_weights():
     x = torch.randn(3, 8)
     with torch.no_grad(), packed_linears(layer):
         torch.testing.assert_close(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+        assert torch.equal(layer(input=x), layer(x))
 
 
 def test_modules_are_restored_after_an_error():

@@ -109,3 +109,23 @@ def test_functions_of_a_mode_are_replaced():
     with invariance.InvariantFunctions():
         found = computed()
     torch.testing.assert_close(found, computed())
+
+
+def test_operands_may_be_named():
+    x, y, z = torch.randn(5, 3, 7), torch.randn(4, 7), torch.randn(4)
+    functional = torch.nn.functional
+
+    def computed():
+        return (
+            functional.linear(input=x, weight=y),
+            functional.linear(bias=z, weight=y, input=x),
+            functional.silu(input=x),
+            torch.matmul(input=x, other=y.T),
+            torch.bmm(x, mat2=x.mT),
+            torch.addmm(z, mat2=y.T, mat1=x[0]),
+            torch.addmm(input=z, mat1=x[0], mat2=y.T, beta=2),
+        )
+
+    with invariance.InvariantFunctions():
+        found = computed()
+    torch.testing.assert_close(found, computed())

@@ -285,8 +285,12 @@ class InvariantFunctions(TorchFunctionMode):
     """Context in which the products and elementwise functions that a model calls are those of this module."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        replaced = _REPLACED.get(func)
-        return (replaced or func)(*args, **(kwargs or {}))
+        kwargs, replaced = kwargs or {}, _REPLACED.get(func)
+        if replaced is None:
+            return func(*args, **kwargs)
+        named = [name for name in _OPERANDS if name in kwargs]  # a caller may name what others give by place
+        others = {name: value for name, value in kwargs.items() if name not in named}
+        return replaced(*args, *(kwargs[name] for name in named), **others)
 
 
 def _matmul(a: Any, b: Any, *rest: Any, function: Callable[..., Any] = torch.matmul, **kwargs: Any) -> Any:
@@ -333,6 +337,8 @@ def _grouped_mm(x: Tensor, weights: Tensor, *rest: Any, offs: Tensor | None = No
     return out
 
 
+_OPERANDS = ("input", "mat_a", "mat1", "other", "mat2", "mat_b")
+"""Torch's names of the operands of these functions, in their order."""
 _FUNCTIONS: tuple[Any, ...] = (
     *(nn.functional.silu, nn.functional.gelu, nn.functional.softplus, nn.functional.mish, nn.functional.elu),
     *(nn.functional.logsigmoid, torch._C._nn.silu, torch._C._nn.softplus, torch.sigmoid, Tensor.sigmoid),

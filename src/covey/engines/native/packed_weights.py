@@ -176,11 +176,11 @@ class PackedPart:
     product: PackedProduct
     index: int
 
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.product.takes(x):
-            return self.product.part(self.index, x).to(_result_dtype(x))
+    def __call__(self, input: Tensor) -> Tensor:  # as nn.Linear names it
+        if self.product.takes(input):
+            return self.product.part(self.index, input).to(_result_dtype(input))
         layer = self.product.layers[self.index]
-        return nn.functional.linear(x, layer.weight, layer.bias)
+        return nn.functional.linear(input, layer.weight, layer.bias)
 
 
 def _result_dtype(x: Tensor) -> torch.dtype:
