@@ -26,7 +26,7 @@ RECENT_CHECKS, MAX_FAILED_CHECKS = 64, 8  # after so many failures the deadline 
 class AnswerComparison:
     """Comparison of an answer with its reference, and both as they were parsed."""
 
-    reward: float | None  # 1 or 0; None if the reference could not be parsed; NaN if the check took too much
+    reward: float | None  # 1 or 0; None if the reference could not be parsed; NaN if the check took too long or failed
     gold: list[str] = field(default_factory=list)
     answer: list[str] = field(default_factory=list)
 
@@ -40,9 +40,9 @@ _failures: deque[bool] = deque(maxlen=RECENT_CHECKS)
 
 
 def verify_answers(answers: list[str], solutions: list[str], seconds: float = CHECK_SECONDS) -> list[AnswerComparison]:
-    """Compare each answer with its reference; results are cached."""
+    """Compare each answer with its reference; results are cached, except failures."""
     pairs = list(zip(answers, map(str, solutions), strict=True))
-    found: dict[tuple[str, str], AnswerComparison] = {}  # one that failed is not checked again
+    found: dict[tuple[str, str], AnswerComparison] = {}  # a pair that failed is not checked again in this call
     for pair in dict.fromkeys(pairs):
         try:
             found[pair] = _compared(*pair, seconds)
@@ -54,7 +54,7 @@ def verify_answers(answers: list[str], solutions: list[str], seconds: float = CH
 
 @lru_cache(maxsize=4096)
 def _compared(answer: str, solution: str, seconds: float) -> AnswerComparison:
-    """Compare in the worker. Failures are not cached, since the machine may have been busy."""
+    """Compare one pair in the worker. Failures are not cached, since the machine may have been busy."""
     may_be_slow = _failures.count(True) < MAX_FAILED_CHECKS
     _worker().start()  # its imports may take longer than a comparison
     reply = _worker().call({"gold": solution, "answer": answer}, seconds if may_be_slow else min(seconds, 1.0))
@@ -69,10 +69,10 @@ def _compared(answer: str, solution: str, seconds: float) -> AnswerComparison:
 def accuracy_reward(
     completions: list[Any], solution: list[str], log_extra: Callable[[str, list], None] | None = None, **kwargs: Any
 ) -> list[float | None]:
-    """1 where the final answer is mathematically equal to `solution`, else 0; None where `solution` is no mathematics.
+    """1 if the final answer is mathematically equal to `solution`, else 0; None if `solution` cannot be parsed.
 
     The answer is the content of `\\boxed{}` (several boxes are one set), else LaTeX announced as the answer. An
-    answer that cannot be checked within five seconds gets NaN: it is excluded, and counted under
+    answer that cannot be checked within five seconds gets NaN: it has no reward, and is counted under
     `rewards/accuracy_reward/failures`.
 
     Args:

@@ -28,7 +28,7 @@ from covey.runtime.deadlines import LateCalls
 from covey.runtime.loop_thread import LoopThread, begin_call
 from covey.runtime.user_code import format_error, place_of
 
-LOOP_GRACE = 1.0  # seconds that an async function may be late with its result; then its event loop counts as blocked
+LOOP_GRACE = 1.0  # seconds after the deadline of an async function; then its event loop counts as blocked
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class CallResult:
     steps: list[StepRewards | None]  # as the function returned them; None where it returned a number
     log: Log  # of the calls that succeeded
     seconds: float = 0.0  # wall time
-    whole: FailedReward | None = None  # of the call on the whole batch, where no sample was scored alone either
+    whole: FailedReward | None = None  # failure of the call on the whole batch, if no single sample was scored either
 
     @classmethod
     def of(cls, returned: Values, log: Log) -> "CallResult":
@@ -76,16 +76,16 @@ class CallResult:
 
     @property
     def failures(self) -> dict[int, FailedReward]:
-        """Samples on which it raised, returned NaN or something that is no reward, or was late."""
+        """Samples on which the function raised, was late, or returned NaN or something that is not a reward."""
         return {index: value for index, value in enumerate(self.values) if isinstance(value, FailedReward)}
 
     @property
     def first_failure(self) -> FailedReward | None:
-        """One that explains the others: it came first, and was late only if all were."""
+        """The failure that explains the others: the first one, but a late one only if all were late."""
         return self.whole or min(self.failures.values(), key=lambda one: one.is_late, default=None)
 
     def with_retries(self, parts: "list[CallResult]", seconds: float) -> "CallResult":
-        """This result of the whole batch, or that of its samples where they were retried alone."""
+        """This result of the whole batch, or the result of its samples if they were retried alone."""
         if not parts:
             return replace(self, seconds=seconds)
         joined = CallResult.joined(parts)
@@ -104,13 +104,13 @@ def score(
     timeout: float,
     call: Callable[[Callable[[], CallResult], float, LateCalls], CallResult] = deadlines.call_with_deadline,
 ) -> CallResult:
-    """Score with a sync function or a model. A function scores one batch at a time, whichever threads ask.
+    """Score with a sync function or a model. A function scores one batch at a time, from whichever thread.
 
-    While a call that was late still runs, the next one waits for it (`LateCalls.wait`), then fails: the function is not
+    While a late call still runs, the next one waits for it (`LateCalls.wait`) and then fails: the function is not
     called before the late call has returned.
 
-    An isolated one has half of the time for the batch, so that one sample on which it hangs costs that one: the other
-    half is for the samples alone.
+    An isolated function has half of the time for the whole batch. If it hangs, the other half is for the samples one by
+    one, so that only the sample on which it hangs is lost.
     """
     alone, is_function = isinstance(function, IsolatedReward), isinstance(function, FunctionReward)
 
@@ -186,16 +186,16 @@ def _samples_to_retry(whole: CallResult, batch: RewardBatch, if_late: bool) -> l
     return [batch.take([index]) for index in range(len(batch))]
 
 
-MAX_LATE_CALLS = 3  # after this many late calls an ordinary function is not called for the rest of the batch
+MAX_LATE_CALLS = 3  # late calls after which an ordinary function is not called for the rest of the batch
 Span = tuple[float, float]  # begin and end of a call (`time.perf_counter`)
 Lanes = dict[int, "AsyncLane | ThreadLane"]  # by the index of their function among all
 
 
 class RewardStream:
-    """Times the rollouts of one batch and scores them.
+    """Scores the rollouts of one batch as they end, and records their times.
 
-    A context manager: leaving it cancels the calls of async functions, and those of others that have not begun.
-    Functions in `each` score single rollouts, those in `groups` complete groups.
+    As a context manager: leaving it cancels calls of async functions, and calls of others that have not begun.
+    Functions in `each` score single rollouts; functions in `groups` score complete groups.
     """
 
     def __init__(
@@ -252,7 +252,7 @@ class RewardStream:
 
 
 class AsyncLane:
-    """Concurrent calls of an async function."""
+    """Runs the calls of an async function concurrently."""
 
     def __init__(self, function: FunctionReward, loop: LoopThread, trainer_state: Any, timeout: float):
         self._function, self._loop, self._state, self._timeout = function, loop, trainer_state, timeout
@@ -267,7 +267,7 @@ class AsyncLane:
         return future
 
     def result(self, future: "Future[CallResult]") -> CallResult:
-        """Wait for a result; a coroutine that blocks the loop counts as late."""
+        """Wait for a result; a coroutine that blocks the event loop counts as late."""
         begun, size = self._begun[future]
         try:
             return self._loop.wait(future, max(begun + self._timeout - time.monotonic(), 0.0) + LOOP_GRACE)
@@ -278,7 +278,7 @@ class AsyncLane:
 
 
 class ThreadLane:
-    """Calls of an ordinary function, one after another, on a thread of its own."""
+    """Runs the calls of an ordinary function one after another, on a thread of its own."""
 
     def __init__(self, function: FunctionReward, trainer_state: Any, timeout: float):
         self._function, self._state, self._timeout = function, trainer_state, timeout

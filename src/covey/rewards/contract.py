@@ -1,4 +1,4 @@
-"""Errors of reward functions, and the decorators that declare what a function promises."""
+"""Errors of reward functions, and decorators that declare properties of a function."""
 
 import functools
 from collections.abc import Callable
@@ -13,7 +13,7 @@ _MARK = "covey_per_completion"
 
 
 class RewardError(ValueError):
-    """A reward function failed on all samples or breaks its contract; stops the run."""
+    """Error that stops the run: a reward function failed on all samples, or cannot be called."""
 
 
 class MissingArgument(RewardError):
@@ -21,21 +21,21 @@ class MissingArgument(RewardError):
 
 
 class RewardWarning(UserWarning):
-    """Some samples could not be scored; they get no reward and are counted in the metrics."""
+    """Warning that some samples could not be scored; they get no reward and are counted in the metrics."""
 
 
 def per_completion(function: F) -> F:
-    """Mark a reward function that scores every completion by itself, so that it may be called while others are sampled.
+    """Mark a reward function that scores each completion independently, so that scoring can overlap with sampling.
 
-    It is called with the completions that have just ended, one or several: an async function concurrently, an ordinary
-    one on a thread of its own. Useful for functions that wait or take long. Marking a class marks its objects.
+    It is called with one or more completions that have just ended: an async function concurrently, an ordinary one on a
+    thread of its own. Useful for functions that wait or take long. Marking a class marks its objects.
 
     Args:
-        function: gives a completion the same reward whatever else it is called with, and does not use `trainer_state`
-            (one that names it is called after sampling, even if it is marked).
+        function: it must give a completion the same reward, whichever others are in the call. One that takes
+            `trainer_state` is still called after sampling.
 
     Raises:
-        RewardError: it cannot be marked, as methods of objects cannot.
+        RewardError: the function cannot be marked, such as a method of an object.
 
     Example:
         >>> @per_completion
@@ -58,7 +58,7 @@ def is_per_completion(function: Callable) -> bool:
 
 
 def declared(function: Callable, name: str) -> Any:
-    """An attribute of a function, or of the one that a `partial` wraps."""
+    """An attribute of a function, or of the function that a `partial` wraps; None without it."""
     while isinstance(function, functools.partial) and not hasattr(function, name):
         function = function.func
     return getattr(function, name, None)
@@ -75,8 +75,8 @@ def answers(extract: Extract) -> Callable[[F], F]:
     """Declare a completion's answer, for majority votes (`maj_at` of `covey.EvalSuite`).
 
     Args:
-        extract: a function from a completion to its answer, None where it has none; or the name of a column that the
-            reward function gives to `log_extra`.
+        extract: a function from a completion to its answer (None for no answer), or the name of a column that the
+            reward function passes to `log_extra`.
 
     Example:
         >>> @answers(lambda completion: completion.split()[-1])

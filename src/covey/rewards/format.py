@@ -1,4 +1,4 @@
-"""Format: rewards for reasoning tags, JSON and regular expressions, whatever the content."""
+"""Rewards for the format of completions: reasoning tags, JSON and regular expressions."""
 
 import json
 import re
@@ -13,9 +13,9 @@ _FENCED = re.compile(r"^```[A-Za-z]*\s*\n(.*)\n\s*```$", re.DOTALL)
 
 
 def think_format_reward(completions: list[Any], **kwargs: Any) -> list[float]:
-    """1 where the completion starts with one closed `<think>...</think>` block, else 0.
+    """1 if the completion starts with one closed `<think>...</think>` block, else 0.
 
-    Where the prompt opens the block, as the trainer says in `thinking_openings`, it belongs to the completion.
+    A block that the prompt opens (the argument `thinking_openings` from the trainer) counts as the completion's.
 
     Example:
         >>> think_format_reward(["<think>2+2</think>4", "4", "<think>2+2"])
@@ -28,7 +28,7 @@ def think_format_reward(completions: list[Any], **kwargs: Any) -> list[float]:
 
 
 def _openings(completions: list[Any], columns: dict[str, Any]) -> Sequence[str]:
-    """Text with which the prompt of each completion opens a block of thinking; empty where nobody says."""
+    """For each completion, the text at the prompt's end that opens thinking; empty texts if not given."""
     return columns.get("thinking_openings") or [""] * len(completions)
 
 
@@ -37,7 +37,7 @@ def _json(required_keys: Sequence[str], allow_fence: bool, completions: list[Any
 
 
 def _is_json(text: str, required_keys: Sequence[str], allow_fence: bool) -> bool:
-    """True for a JSON object or array; with required keys, for an object that has all of them."""
+    """True for text that is a JSON object or array or, with required keys, an object that has all of them."""
     text = text.strip()
     fenced = _FENCED.match(text) if allow_fence else None
     try:
@@ -54,7 +54,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def json_reward(completions: list[Any], **kwargs: Any) -> list[float]:
-    """1 where the completion, thinking aside, is a JSON object or array, bare or in one fenced code block, else 0.
+    """1 if the completion after its thinking is a JSON object or array, bare or in one fenced code block, else 0.
 
     Example:
         >>> json_reward(['{"answer": 4}', 'The answer is {"answer": 4}', "4"])
@@ -103,9 +103,9 @@ def get_regex_reward(
     match: Literal["search", "fullmatch"] = "search",
     name: str = "regex_reward",
 ) -> Callable[..., list[float]]:
-    """Make a reward that is 1 where `pattern` matches the completion, else 0.
+    """Make a reward that is 1 if `pattern` matches the completion, else 0.
 
-    Where the prompt opens a block of thinking that the completion continues, it may also match both together.
+    If the prompt opens a block of thinking, the pattern may instead match this opening and the completion together.
 
     Args:
         pattern: a regular expression, as text or compiled.
@@ -114,7 +114,7 @@ def get_regex_reward(
         name: the reward's name in metrics.
 
     Raises:
-        ValueError: `pattern` is no regular expression, or `match` is something else.
+        ValueError: `pattern` is not a regular expression, or `match` is another value.
 
     Example:
         >>> get_regex_reward(r"#### -?\\d+$")(["2 + 2 is 4\\n#### 4", "4"])

@@ -1,4 +1,4 @@
-"""Python callables as reward functions: their arguments, what they log, and what they return."""
+"""Python callables as reward functions: their arguments, their logs, and checks of the values that they return."""
 
 import functools
 import inspect
@@ -49,8 +49,8 @@ class RewardContext:
     """Arguments of reward functions in addition to the samples."""
 
     trainer_state: Any  # the `TrainerState` of transformers, or None outside training
-    log_extra: Callable[[str, list], None]  # of a column's name and one value per sample, for the completions table
-    log_metric: Callable[[str, float], None]  # of a metric's name and a number
+    log_extra: Callable[[str, list], None]  # (name of a column, one value per sample), for the completions table
+    log_metric: Callable[[str, float], None]  # (name of a metric, number)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class RewardBatch:
 
     @property
     def scorable(self) -> list[int]:
-        """Indices of the rollouts that are there and did not fail; one that failed says nothing about the policy."""
+        """Indices of the rollouts to score: those that are neither failed nor absent (placeholders)."""
         unscored = (FinishReason.ERROR, FinishReason.ABSENT)
         return [index for index, rollout in enumerate(self.rollouts) if rollout.finish not in unscored]
 
@@ -81,7 +81,7 @@ class RewardBatch:
 
     @cached_property
     def arguments(self) -> dict[str, list]:
-        """Keyword arguments, a list each: samples, dataset columns, and rollout extras, which replace columns."""
+        """Keyword arguments, a list each: samples, dataset columns, and extras of rollouts, which replace columns."""
         columns: dict[str, list] = {}
         for records in (self.rows, list(map(attrgetter("extras"), self.rollouts))):
             for name in dict.fromkeys(chain.from_iterable(records)):
@@ -96,7 +96,7 @@ class RewardBatch:
         return columns | given | {"thinking_openings": list(map(self._opening, prompts, self.rollouts))}
 
     def _opening(self, prompt: Any, rollout: Rollout) -> str:
-        """Text with which the prompt opens thinking that the policy's last turn continues; empty where it does not."""
+        """Text that opens thinking before the policy's last turn, which continues it; empty if there is none."""
         if self.tokenizer is None:
             return ""
         start = rollout.turn_ends[-2] + 1 if len(rollout.turn_ends) > 1 else 0
@@ -119,7 +119,7 @@ def check_reserved(columns: Iterable[str]) -> Iterator[Finding]:
 
 
 def _loggable(value: Any) -> Any:
-    """Value of a logged column: plain data copied, numbers of numpy and torch as numbers, the rest as text."""
+    """A value for a logged column: a copy of plain data, a number for numpy and torch scalars, else text."""
     if type(value) in (list, tuple):
         return [_loggable(one) for one in value]
     if type(value) is dict:
@@ -138,7 +138,7 @@ def check_logged_name(function: str, name: Any) -> None:
 
 @dataclass
 class Log:
-    """Log of one call of a reward function on `size` samples, passed on when the call has succeeded."""
+    """Log of one call of a reward function on `size` samples; it is used only if the call succeeds."""
 
     size: int
     extras: dict[str, list] = field(default_factory=dict)
@@ -165,7 +165,7 @@ class Log:
             raise RewardError(f"log_metric({name!r}, ...) was given {format_value(value)}: give a number.") from error
 
     def replay(self, context: RewardContext, indices: list[int], size: int) -> None:
-        """Log in a batch of `size` samples, of which this log's have these indices; the others get None."""
+        """The log for a batch of `size` samples, where this log's samples have the given indices; others get None."""
         for column, values in self.extras.items():
             cells = dict(zip(indices, values, strict=True))
             context.log_extra(column, [cells.get(index) for index in range(size)])
@@ -174,7 +174,7 @@ class Log:
 
     @classmethod
     def joined(cls, logs: "list[Log]") -> "Log":
-        """One log of several calls, with None for the samples of a call that did not log a column."""
+        """One log of several calls, with None for samples of calls that did not log a column."""
         columns = dict.fromkeys(column for log in logs for column in log.extras)
         extras = {key: [value for log in logs for value in log.extras.get(key, [None] * log.size)] for key in columns}
         return cls(sum(log.size for log in logs), extras, [metric for log in logs for metric in log.metrics])
@@ -182,11 +182,11 @@ class Log:
 
 Value = float | None | StepRewards
 Values = Sequence[Value]
-"""One value per sample: a number, None where the function abstains, NaN where it failed, or rewards of its steps."""
+"""One value per sample: a number, None for an abstention, NaN for a failure, or rewards of the sample's steps."""
 
 
 class FailedReward(float):
-    """NaN in place of a reward that a function did not give; without an `error` where it returned NaN itself."""
+    """NaN in place of a reward that a function failed to give; `error` is None if the function itself returned NaN."""
 
     error: BaseException | None
     text: str
@@ -205,7 +205,7 @@ class FailedReward(float):
 
 
 def function_name(function: Callable) -> str:
-    """Name of a callable in metrics: its `__name__`, that of the function in a `partial`, or its class's."""
+    """Name of a callable in metrics: its `__name__`, the name of the function in a `partial`, or that of its class."""
     inner = unwrap_partial(function)
     names = (getattr(one, "__name__", None) for one in (function, inner))
     name = next((name for name in names if name and isinstance(name, str)), type(inner).__name__)
@@ -215,7 +215,7 @@ def function_name(function: Callable) -> str:
 class FunctionReward:
     """A callable, sync or async, with its signature read once.
 
-    A function without `**kwargs` receives only the arguments it names. Keywords bound by `functools.partial` stay so.
+    A function without `**kwargs` gets only the arguments that it names. Keywords bound by `functools.partial` are kept.
     """
 
     def __init__(self, function: Callable[..., Any], name: str):
@@ -230,11 +230,11 @@ class FunctionReward:
 
     @property
     def names(self) -> frozenset[str] | None:
-        """Arguments that it takes; None: any."""
+        """Names of the arguments that the function takes; None: any."""
         return None if self._takes_all else self._names - self._bound.keys()
 
     def unfilled(self, columns: Iterable[str]) -> frozenset[str]:
-        """Arguments that are left at their defaults with these columns."""
+        """Names of arguments that keep their defaults with these columns."""
         return self._names - self._required - self._bound.keys() - arguments_with(columns)
 
     def __call__(self, batch: RewardBatch, trainer_state: Any, log: Log) -> Values:
@@ -254,7 +254,7 @@ class FunctionReward:
         return {name: copies.copy(value) for name, value in available.items() if name in names}
 
     def check_columns(self, columns: Iterable[str]) -> Iterator[Finding]:
-        """Errors of arguments that neither the trainer nor a dataset with these columns has."""
+        """Errors for required arguments that neither the trainer nor a dataset with these columns provides."""
         yield from self._missing(arguments_with(columns))
 
     def _missing(self, available: Collection[str]) -> Iterator[Finding]:
@@ -286,7 +286,7 @@ def not_isolated(name: str, error: Exception) -> Finding:
 
 
 def check_isolated(function: Callable[..., Any], name: str) -> Iterator[Finding]:
-    """An error for a function that cannot be sent to a process of its own."""
+    """The error for a function that cannot run in a process of its own."""
     try:
         check_sendable(function)
     except ValueError as error:
@@ -296,8 +296,8 @@ def check_isolated(function: Callable[..., Any], name: str) -> Iterator[Finding]
 class IsolatedReward(FunctionReward):
     """A callable in a warm worker process; a coroutine is waited for there.
 
-    A dead process is replaced with the next call. Arguments are copies: of `trainer_state` its numbers and texts.
-    CheckError when made, if the function cannot be sent or loaded.
+    A dead process is replaced at the next call. Arguments are copies; `trainer_state` has only its numbers and texts.
+    Its creation raises CheckError if the function cannot be sent or loaded.
     """
 
     def __init__(self, function: Callable[..., Any], name: str, limits: Quota):
@@ -313,7 +313,7 @@ class IsolatedReward(FunctionReward):
         self._until = 0.0
 
     def restart(self, seconds: float) -> None:
-        """Wait for the process if it was replaced: of this the next sample must not be late."""
+        """Wait until a replaced process has started, so that this does not count as a delay of the next sample."""
         with suppress(WorkerFailed, RuntimeError):  # which the next call will meet, too
             self.worker.start(seconds)
 
@@ -349,7 +349,7 @@ class IsolatedReward(FunctionReward):
 
 
 def _reward_of_json(fields: dict[str, Any]) -> Any:
-    """An object of a worker's answer: a reward of these classes, or the dictionary that it is."""
+    """An object in a worker's answer: a `CharEnd`, `TurnEnd` or another known class, else the dictionary itself."""
     match fields:
         case {"covey.CharEnd": [int(end)]}:
             return CharEnd(end)
@@ -361,7 +361,7 @@ def _reward_of_json(fields: dict[str, Any]) -> Any:
 
 
 def _receiver(function: Callable) -> str | None:
-    """Name that a method, or the `__call__` of an object, gives to its object; None for a plain function."""
+    """Name of the first parameter (`self`) of a method, or of an object's `__call__`; None for a plain function."""
     inner = unwrap_partial(function)
     method = getattr(inner, "__func__", None) if inspect.ismethod(inner) else None
     if method is None and not inspect.isroutine(inner):
@@ -371,7 +371,7 @@ def _receiver(function: Callable) -> str | None:
 
 
 def _read_signature(function: Callable, name: str) -> tuple[bool, frozenset[str], frozenset[str]]:
-    """True if it takes any keyword; the keywords it names; those of them without a default."""
+    """True if it takes any keyword; the keywords that it names; and those of them without a default."""
     parameters = parameters_of(function)
     if parameters is None:
         return True, frozenset(), frozenset()
@@ -425,7 +425,7 @@ def _as_value(item: Any, expected: str) -> Value:
 
 
 class _NotAReward(ValueError):
-    """A value that is no reward; the message is advice, where more than its kind is wrong."""
+    """A value that is not a reward; the message is advice, or empty if the type alone is wrong."""
 
 
 def _as_number(item: Any) -> float | None:
@@ -442,7 +442,7 @@ def _as_number(item: Any) -> float | None:
 
 
 def _as_steps(pairs: "list | tuple") -> StepRewards:
-    """Validate `(end, reward)` pairs; _NotAReward if they are no such pairs."""
+    """Validate `(end, reward)` pairs; _NotAReward for anything else."""
     steps: StepRewards = []
     for pair in pairs:
         if not isinstance(pair, list | tuple) or len(pair) != 2:

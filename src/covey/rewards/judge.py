@@ -21,7 +21,7 @@ from covey.runtime.files import read_text
 from covey.runtime.user_code import warn
 
 RETRIED = (0, 408, 429, 500, 502, 503, 504)  # HTTP status; 0 without a connection
-MAX_BYTES, MAX_CHARS = 1 << 20, 8_000  # of an answer; of the reply in it, whose end is read
+MAX_BYTES, MAX_CHARS = 1 << 20, 8_000  # most bytes of an answer; last characters of the reply that are read
 FIRST_WAIT = 0.5  # seconds until a request is sent again, doubled each time
 REMEMBERED = 100_000  # requests whose scores stay in memory
 METRICS = ("calls", "tokens", "cached", "failures", "skipped")
@@ -37,11 +37,11 @@ Answer with JSON only: {{"reason": "one sentence", {form}}}, with numbers from {
 
 
 class JudgeFailed(Exception):
-    """No usable answer: the text says why."""
+    """The judge gave no usable answer; the text says why."""
 
 
 class JudgeCase(NamedTuple):
-    """Answers to one prompt that are graded in one request, and the indices of the completions that each stands for."""
+    """Distinct answers to one prompt that are graded in one request, with the indices of their completions."""
 
     prompt: str
     answers: list[str]
@@ -53,26 +53,27 @@ class LLMJudge:
     """Reward function that has a language model grade completions by a rubric; rewards lie between 0 and 1.
 
     A completion without a usable score (an error, a late or unreadable answer, a score outside of the scale) gets no
-    reward and counts as failed. The key is read from its environment variable when it is sent, and stored nowhere.
+    reward and counts as failed. The key is read from its environment variable for each request, and never stored.
 
     Args:
-        url: of the endpoint, as in `https://api.example.com/v1`.
+        url: address of the API, as in `https://api.example.com/v1`.
         rubric: text, or the path of a .md or .txt file.
-        model: name that the endpoint knows the judge by.
-        api_key_env: environment variable that holds the key; None sends none.
+        model: the judge's name at the endpoint.
+        api_key_env: environment variable that holds the API key; None: no key is sent.
         rank: grade the distinct completions of a group in one request, relative to each other, in a shuffled order.
-        scale: lowest and highest score, for rewards of 0 and 1.
-        columns: dataset columns that the judge sees with the prompt, such as a reference answer.
-        cache: file of scores. A run that continues, or another one with this file, does not pay for them again.
-        max_calls: requests in all by this process, those on record in `cache` included; then there is no reward.
-        max_tokens: tokens in all, likewise; requests under way may exceed it.
-        concurrency: requests at a time.
-        deadline: seconds for all requests of one call of this function, with their retries.
-        retries: of a request on HTTP 408, 429 or 5xx, or without a connection, after 0.5, 1, 2, ... seconds, or as
-            many as the endpoint asks for.
-        seed: of the order in which completions are shown.
-        request: fields of the request's body; `temperature` is 0 and `max_tokens` 1024. None removes one.
-        name: in metrics.
+        scale: lowest and highest score, which become the rewards 0 and 1.
+        columns: dataset columns that the judge is shown with the prompt, such as a reference answer.
+        cache: file of scores, which resumed and other runs can use instead of new requests.
+        max_calls: most requests of this process, including those recorded in `cache`; after that there is no reward.
+        max_tokens: most tokens, counted in the same way; requests in flight may exceed it.
+        concurrency: most requests at a time.
+        deadline: seconds for all requests of one call of this function, including retries.
+        retries: most retries of a request after HTTP 408, 429 or 5xx, or without a connection. The wait begins at 0.5
+            seconds and doubles, or is what the endpoint asks for.
+        seed: seed of the order in which completions are shown.
+        request: further fields of the request's body, by default `temperature=0` and `max_tokens=1024`; None removes a
+            field.
+        name: name in metrics.
     """
 
     url: str
@@ -148,7 +149,7 @@ class LLMJudge:
         return rewards
 
     def _cases(self, prompts: list, completions: list, columns: dict[str, list]) -> Iterator[JudgeCase]:
-        """Questions for the judge. Equal completions are one; a group of these alone has nothing to rank."""
+        """Requests for the judge. Equal completions are graded once; if all of a group are equal, nothing is ranked."""
         groups: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
         for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             shown = [as_text(prompt), *(f"{name}: {columns[name][index]}" for name in self.columns)]
@@ -157,7 +158,7 @@ class LLMJudge:
             if not self.rank:
                 yield from (JudgeCase(prompt, [text], [indices]) for text, indices in answers.items())
             elif len(answers) > 1:
-                order = sorted(answers, key=lambda text: _digest([self.seed, text]))  # whatever order they came in
+                order = sorted(answers, key=lambda text: _digest([self.seed, text]))  # independent of the batch's order
                 yield JudgeCase(prompt, order, [answers[text] for text in order])
 
     async def _grade(self, session: Any, gate: asyncio.Semaphore, case: JudgeCase, counts: Counter[str]) -> list:
@@ -182,7 +183,7 @@ class LLMJudge:
             return [FailedReward(RewardError(text), text)] * size
 
     def _body(self, case: JudgeCase) -> dict[str, Any]:
-        """Body of a request. The marks around texts are a digest of these, so that no text can hold its own."""
+        """Body of a request. Texts are between marks that are a digest of them, so that no text can contain a mark."""
         mark, (low, high) = _digest([self.seed, case.prompt, case.answers])[:16], self.scale
         texts = {"prompt": case.prompt} | {f"answer {number}": text for number, text in enumerate(case.answers, 1)}
         what, form = "an answer", '"score": NUMBER'
@@ -196,7 +197,7 @@ class LLMJudge:
         return {name: value for name, value in body.items() if value is not None}
 
     async def _ask(self, session: Any, body: dict[str, Any], counts: Counter[str]) -> tuple[str, int] | None:
-        """The reply to a request, and the tokens that it took; None where the budget is spent."""
+        """The reply to a request, and the tokens that it used; None if the budget is spent."""
         for attempt in range(self.retries + 1):
             if self._spent["calls"] >= self.max_calls or self._spent["tokens"] >= self.max_tokens:
                 self._warn("budget", f"the budget is spent ({dict(self._spent)}); raise max_calls or max_tokens")
@@ -239,7 +240,7 @@ class LLMJudge:
         return answer.status, text if answer.status == 200 else text[:300], float(asked[0] if asked else 0)
 
     def _parse(self, reply: str, size: int) -> list[float]:
-        """Scores in a reply: JSON, or a line that is a number. Where it gives several, they must agree."""
+        """Scores in a reply, as JSON or as a line with a number; if the reply repeats them, they must agree."""
         text, (low, high) = reply.rpartition("</think>")[2][-MAX_CHARS:], self.scale
         found = [one["scores"] if self.rank else [one["score"]] for one in _objects(text, "score" + "s" * self.rank)]
         if not found and not self.rank:
@@ -252,7 +253,7 @@ class LLMJudge:
         raise JudgeFailed(f"its reply does not give {size} score(s) from {low:g} to {high:g}: {text[-200:]!r}")
 
     def _read(self, path: Path) -> None:
-        """Load scores on record. A line that was cut off, or is none of ours, is skipped."""
+        """Load the scores in `cache`. Lines that are cut off or have another format are skipped."""
         path.parent.mkdir(parents=True, exist_ok=True)
         for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
             with suppress(ValueError, TypeError):

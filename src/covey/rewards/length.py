@@ -1,4 +1,4 @@
-"""Length and repetition: rewards that depend on the tokens of a completion, alone or with correctness."""
+"""Rewards for length and repetition, which depend on the tokens of a completion, alone or with correctness."""
 
 import math
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from covey.rewards.text import completion_text
 
 
 def soft_overlong_punishment(length: int, max_completion_len: int, soft_punish_cache: int) -> float:
-    """0 up to the cache, down to -1 linearly within it, -1 beyond (DAPO, arXiv 2503.14476, equation 13).
+    """0 up to max - cache tokens, then linearly down to -1 at max, -1 beyond (DAPO, arXiv 2503.14476, equation 13).
 
     Example:
         >>> [soft_overlong_punishment(length, 100, 20) for length in (80, 90, 100, 101)]
@@ -50,7 +50,7 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
 
 
 def cosine_scaled(length: int, max_len: int, at_zero: float, at_max: float) -> float:
-    """Half a cosine wave from `at_zero` at length 0 to `at_max` at `max_len`, constant beyond (arXiv 2502.03373, 4).
+    """Half a cosine wave from `at_zero` at length 0 to `at_max` at `max_len`, constant beyond (arXiv 2502.03373, §4).
 
     Example:
         >>> [round(cosine_scaled(length, 100, 1.0, 0.5), 2) for length in (0, 50, 100, 200)]
@@ -69,7 +69,7 @@ def _cosine_scaled(
     completion_ids: list[list[int]],
     **kwargs: Any,
 ) -> list[float | None]:
-    """Rewards between two values each: of an empty answer, and of one of `max_len` tokens."""
+    """Pairs of rewards: of an empty answer, and of an answer of `max_len` tokens."""
     comparisons = verify_answers([completion_text(completion) for completion in completions], solution)
     return [
         cosine_scaled(len(ids), max_len, *(of_correct if one.reward else of_wrong))
@@ -86,10 +86,10 @@ def get_cosine_scaled_reward(
     min_value_correct: float = 0.5,
     max_value_correct: float = 1.0,
 ) -> Callable[..., list[float | None]]:
-    """Make a correctness reward scaled by length: short when right, long when wrong (arXiv 2502.03373).
+    """Make a correctness reward scaled by length: it prefers short right and long wrong answers (arXiv 2502.03373).
 
-    Correctness is that of `accuracy_reward` (a `solution` column, math-verify); None where the solution is no
-    mathematics. Length is counted in tokens.
+    Correctness is judged by `accuracy_reward` (a `solution` column, math-verify); the reward is None if the solution
+    cannot be parsed. Length is counted in tokens.
 
     Args:
         max_len: tokens at which the scale ends.

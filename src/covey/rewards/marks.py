@@ -1,4 +1,4 @@
-"""Special tokens that reward functions look for, found in their code, so that completions can show them."""
+"""Search of reward functions' code for special tokens that they look for, so that completions can show them."""
 
 import inspect
 import re
@@ -10,12 +10,12 @@ from torch import nn
 
 from covey.runtime.user_code import unwrap_partial, warn
 
-DEPTH = 3  # helper functions of the same module are read, and theirs
-SHORTEST = 3  # characters of a token that is looked for; shorter ones occur in any text
+DEPTH = 3  # levels of helper functions in the same module that are read
+SHORTEST = 3  # fewest characters of a token to look for; shorter texts occur in any code
 
 
 def named_tokens(functions: Sequence[Any], tokenizer: Any) -> set[str]:
-    """Texts of the tokenizer's special tokens that the functions name, plain or escaped in a pattern."""
+    """Texts of the tokenizer's special tokens that occur in the functions, plain or escaped in a pattern."""
     texts = _texts_of(functions)
     special = {str(one) for one in getattr(tokenizer, "added_tokens_decoder", {}).values() if one.special}
     long = {token for token in special if len(token) >= SHORTEST}
@@ -23,7 +23,7 @@ def named_tokens(functions: Sequence[Any], tokenizer: Any) -> set[str]:
 
 
 def warn_of_hidden_tokens(functions: Sequence[Any], tokenizer: Any) -> None:
-    """Warn of regular expressions that look for a token which completions never show, such as the end of sequence."""
+    """Warn of patterns with a token that completions never show, such as the end of the sequence."""
     texts = _texts_of(functions)
     ends = {getattr(tokenizer, name, None) for name in ("eos_token", "pad_token", "bos_token")}
     escaped = {token for token in ends if token is not None and re.escape(token) != token}
@@ -41,7 +41,7 @@ def _texts_of(functions: Sequence[Any]) -> set[str]:
 
 
 def texts_in(function: Callable[..., Any], depth: int = DEPTH) -> set[str]:
-    """Strings that a callable can compare with: of its code, settings, globals, and helpers in its module."""
+    """Strings that a callable can compare with, in its code, its attributes, its globals, and helpers in its module."""
     found: set[str] = set()
     for part in _parts(function):
         found.update(_texts(part))
@@ -59,7 +59,7 @@ def texts_in(function: Callable[..., Any], depth: int = DEPTH) -> set[str]:
 
 
 def _parts(function: Callable[..., Any]) -> Iterator[Any]:
-    """The function, its settings, and what its closure holds; of an object its attributes and `__call__`."""
+    """The function with its defaults and closure; for an object its attributes and `__call__`."""
     while unwrap_partial(function) is not function:
         yield [*function.args, *function.keywords.values()]  # type: ignore[attr-defined]
         function = function.func  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ def _match(
     solution: list[Any] | None = None,
     **kwargs: Any,
 ) -> list[float | None]:
-    """Compare what is in each completion with what is in the column `answer`, else `solution`."""
+    """Compare a value read from each completion with one read from the column `answer`, or else `solution`."""
     expected = answer if answer is not None else solution
     if expected is None:
         raise ValueError("this reward needs a dataset column 'answer' or 'solution', and there is neither.")
@@ -27,7 +27,7 @@ def _match(
 
 
 def _rate(value: Any, target: Any, tolerance: float) -> float | None:
-    """1 where they are equal, up to a share of the target; None without a target."""
+    """1 if the value equals the target up to a share of the target's size, else 0; None without a target."""
     if value is None or target is None:
         return None if target is None else 0.0
     return float(value == target or (tolerance > 0 and abs(value - target) <= Fraction(tolerance) * abs(target)))
@@ -47,7 +47,9 @@ _without_whitespace = partial(_normalised, False, True)
 def exact_match_reward(
     completions: list[Any], answer: list[Any] | None = None, solution: list[Any] | None = None, **kwargs: Any
 ) -> list[float | None]:
-    """1 where the completion is the `answer` (or `solution`), whitespace and thinking aside, else 0; None for None.
+    """1 if the completion equals the `answer` (or `solution`), ignoring thinking and outer whitespace, else 0.
+
+    None where the column holds None.
 
     Example:
         >>> exact_match_reward([" Paris\\n", "paris", "It is Paris"], answer=["Paris"] * 3)
@@ -113,10 +115,10 @@ _CURRENCY = re.compile(r"\\?[$€£¥₹]")
 def last_number(text: str) -> Fraction | None:
     """Exact value of the last number in `text`, or None.
 
-    It may have a sign, thousands separated by commas, spaces, apostrophes or underscores, an exponent (`1.5e3`,
-    `1.5 × 10^3`), be a fraction (`1/2`, `\\frac{1}{2}`, `½`) or a mixed number (`1 1/2`). Currencies, percent signs and
-    units are left out. One separator alone is read as in English: `1.000` is one and `1,000` a thousand. A number in
-    parentheses is not negative, and of a range, a date or a time the last number counts.
+    The number may have a sign, thousands separated by commas, spaces, apostrophes or underscores, or an exponent
+    (`1.5e3`, `1.5 × 10^3`), and may be a fraction (`1/2`, `\\frac{1}{2}`, `½`) or a mixed number (`1 1/2`). Currencies,
+    percent signs and units are ignored. A single separator is read as in English: `1.000` is one, `1,000` a thousand. A
+    number in parentheses is not negative; of a range, a date or a time the last number counts.
 
     Example:
         >>> texts = ["The answer is:\\n- 42", "x = - 42", "between 3 - 5", "1 000", "1 1/2", "-$1,200.50"]
@@ -130,7 +132,7 @@ def last_number(text: str) -> Fraction | None:
 
 
 def _plain(text: str) -> str:
-    """Text without currencies, quotes' marks and LaTeX's spaces, whose powers of ten and fractions have digits."""
+    """Text without currencies, Markdown's quotes and LaTeX's spaces, with plain powers of ten and fractions."""
     text = _CURRENCY.sub(" ", _AFTER_SIGN.sub("", _THIN_SPACES.sub(",", _QUOTE.sub("", text))))
     text = _POWER_OF_TEN.sub(lambda found: "^" + found[0].translate(_SUPERSCRIPTS), text)
     for sign, fraction in _VULGAR.items():
@@ -173,10 +175,10 @@ def _number(completion: Any) -> Fraction | None:
 def numeric_match_reward(
     completions: list[Any], answer: list[Any] | None = None, solution: list[Any] | None = None, **kwargs: Any
 ) -> list[float | None]:
-    """1 where the last number of the completion equals the last number of the `answer` (or `solution`), else 0.
+    """1 if the last number of the completion equals the last number of the `answer` (or `solution`), else 0.
 
-    Numbers are compared exactly (1/2 = 0.5, 1,000 = 1000), without their units: 50% is 50. None where the column holds
-    no number.
+    Numbers are compared exactly (1/2 = 0.5, 1,000 = 1000) and without units: 50% is 50. None where the column has no
+    number.
 
     Example:
         >>> numeric_match_reward(["That makes 1,234.", "It is 0.5", "no idea"], answer=["#### 1234", "1/2", 3])

@@ -1,6 +1,6 @@
 """Parsing and comparing mathematical expressions, for `covey.runtime.function_worker`; nothing imports it.
 
-Algebra can take unlimited time or memory (`9^{9^{9^9}}`), so the process has a deadline and a limit of memory.
+Algebra can take unlimited time or memory (`9^{9^{9^9}}`), so calls have a deadline and the process a memory limit.
 """
 
 import functools
@@ -28,7 +28,7 @@ def parse_gold(text: str) -> list:
 def parse_answer(text: str) -> list:
     """Parse the boxed answer, else LaTeX announced as the final answer; formulas of the reasoning do not count.
 
-    A text that ends within a box, as one that was cut off, has no answer: an earlier box is not the final one.
+    A text that ends inside a box, because it was cut off, has no answer: an earlier box is not the final one.
     """
     if ends_within_a_box(text):
         return []
@@ -52,7 +52,7 @@ def ends_within_a_box(text: str) -> bool:
 
 
 def check(gold: str, answer: str) -> dict:
-    """The parsed expressions and the reward: None if `gold` is no mathematics."""
+    """The parsed expressions and the reward, which is None if `gold` cannot be parsed."""
     gold_parsed = parse_gold(gold)
     if not gold_parsed:
         return {"reward": None}

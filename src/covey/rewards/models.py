@@ -74,10 +74,10 @@ def load_reward_model(model_id: str, init_kwargs: dict[str, Any]) -> nn.Module:
 class ModelReward:
     """A sequence classifier with its tokenizer.
 
-    Prompt and completion are joined as text. What the tokenizer's chat template wrote, of messages, gets no further
-    special tokens; other text gets those that the tokenizer adds, such as [CLS], once. Samples are padded on the right
-    and scored in micro-batches of similar length, each as the model scores it alone. One that is longer than the
-    model's context fails: its end is what is to be scored, and its beginning what was asked, so neither is cut off.
+    Prompt and completion are joined as text. Messages are rendered by the tokenizer's chat template and get no further
+    special tokens; other text gets the tokens that the tokenizer adds, such as [CLS], once. Samples are padded on the
+    right and scored in micro-batches of similar length; padding does not change a score. A sample longer than the
+    model's context fails, because neither its beginning (the question) nor its end (the answer) can be cut off.
     """
 
     def __init__(self, model: nn.Module, processing_class: Any, name: str, batch_size: int = 8, device: Device = None):
@@ -157,7 +157,7 @@ class ModelReward:
         return ids if rendered else without_second(ids, self._prefix)
 
     def score(self, texts: list[str]) -> list[float | None]:
-        """Scores of texts that no chat template has rendered."""
+        """Scores of plain texts, which no chat template has rendered."""
         return self._score([self.encode(text) for text in texts])
 
     def _score(self, inputs: list[list[int]]) -> list[float | None]:
@@ -190,10 +190,10 @@ class ModelReward:
         return pad_id if isinstance(pad_id, int) else None
 
     def _pad_id(self, inputs: list[list[int]]) -> int:
-        """Token to pad with. A classifier scores the last token that is not its config's padding, as it was trained to.
+        """Token to pad with. A classifier scores the last token that is not its config's padding token.
 
-        Without one in the config that was the last token of all, even where it is what the tokenizer pads with, as the
-        end of a turn often is; so one is taken that ends none of these texts.
+        If the config has none, it was trained to score the last token of all, which may be the tokenizer's padding
+        token, as the end of a turn often is. Then a token is taken with which none of these texts ends.
         """
         if self._own_pad_id is not None and self._is_token(self._own_pad_id):
             return self._own_pad_id
@@ -218,12 +218,12 @@ class ModelReward:
                 config.pad_token_id = own
 
     def _longest(self) -> float:
-        """Most tokens that the model reads, as its config and its tokenizer say."""
+        """Most tokens that the model can read, according to its config and its tokenizer."""
         limits = [math.inf, getattr(self.tokenizer, "model_max_length", None)]
         limits.append(getattr(self.config.get_text_config(), "max_position_embeddings", None))
         for name, module in self.model.named_modules():
             if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
-                offset = 0 if module.padding_idx is None else module.padding_idx + 1  # RoBERTa's begin behind padding
+                offset = 0 if module.padding_idx is None else module.padding_idx + 1  # RoBERTa's begin after it
                 limits.append(module.num_embeddings - offset)
         return min(limit for limit in limits if limit is not None and limit > 0)
 

@@ -20,17 +20,17 @@ FORMS = "a built-in name, 'module:function', 'module.function', 'path/to/file.py
 
 
 def resolve_reward(text: str) -> Callable | str:
-    """Look up a reward function by name; the id or path of a reward model is returned as it is.
+    """Look up a reward function by name; the id or path of a reward model is returned unchanged.
 
-    A factory is called with literal arguments in parentheses.
+    A factory is called with the literal arguments in parentheses.
 
     Args:
         text: a built-in name, `module:function`, `module.function`, `path/to/file.py:function`, or a model. Modules may
-            lie in the working directory.
+            be in the working directory.
 
     Raises:
         ValueError: a module, file or function that does not exist, a factory without parentheses, or arguments that
-            are no literals.
+            are not literals.
 
     Example:
         >>> resolve_reward("think_format_reward")(completions=["<think></think>4"])

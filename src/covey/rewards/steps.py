@@ -1,4 +1,4 @@
-"""Rewards of steps: (end, reward) pairs that a reward function returns for a completion, and the tokens they end with.
+"""Rewards of steps: (end, reward) pairs that a reward function returns, and the tokens at which the steps end.
 
 See also `covey.core.credit` for the advantages of steps.
 """
@@ -18,11 +18,11 @@ from covey.rewards.text import content_text
 class CharEnd(int):
     """End of a step, as a number of characters of the completion's text, such as `re.Match.end()`.
 
-    The step's last token is the one that completes the last of these characters; the end of the whole text is the end
-    of the completion, special tokens included.
+    The step's last token is the one that completes the last of these characters. The end of the whole text is the end
+    of the completion, including special tokens.
 
     Example:
-        A reward function for completions that write a step a line:
+        A reward function for completions that write one step per line:
         >>> import re
         >>> def lines(completions, **kwargs):
         ...     return [[(CharEnd(m.end()), float("=" in m[0])) for m in re.finditer(".+", c)] for c in completions]
@@ -52,9 +52,10 @@ def total(steps: StepRewards) -> float | None:
 
 
 def resolve(steps: StepRewards, rollout: Rollout, text_of: CompletionDecoder | None) -> StepRewards:
-    """Replace each step's end by the index of its last token, and sort the steps by it.
+    """Replace each step's end by the index of its last token, and sort the steps by this index.
 
-    Where an end is a `TurnEnd`, turns without a reward abstain, so that the k-th step is the k-th turn everywhere.
+    If an end is a `TurnEnd`, turns without a reward are added as abstentions, so that the k-th step always is the k-th
+    turn. StepEndError for an end outside of the completion.
 
     Example:
         >>> from covey.core.records import FinishReason
@@ -128,7 +129,7 @@ def _of_character(end: CharEnd, rollout: Rollout, characters: "CharacterEnds") -
 
 
 def _align(seen: str, sampled: str) -> tuple[int | None, bool]:
-    """Align a message with the sampled text. A turn that was parsed for calls has no white space around it."""
+    """Align a message with the sampled text; a turn that was parsed for calls lacks the white space around it."""
     bare, blank = sampled.strip(), len(sampled) - len(sampled.lstrip())
     if seen.endswith(sampled):
         return len(seen) - len(sampled), True
@@ -143,7 +144,7 @@ def _counted(count: int, thing: str) -> str:
     return f"{count} {thing}" + ("" if count == 1 else "s")
 
 
-MALFORMED = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are no text
+MALFORMED = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are not (yet) a character
 
 
 class CharacterEnds:
@@ -180,7 +181,7 @@ class CharacterEnds:
 
 
 def _pieces(text_of: CompletionDecoder, token_ids: list[int]) -> Iterator[str | None]:
-    """Text that each token completes, None where it ends amid a character; ends where a decoder cannot continue."""
+    """Text that each token completes, None for a token inside a character; stops where a decoder cannot continue."""
     stream = DecodeStream(skip_special_tokens=False)
     with suppress(Exception):  # the library raises nothing more special; or the tokenizer is of another one
         for token_id in token_ids:

@@ -1,8 +1,8 @@
 """All reward functions of a run behind one call: rollouts in, a matrix of rewards (and the rewards of steps) out.
 
-A sample that cannot be scored becomes NaN, is counted, and is shown once. Only a function that asks for a missing
-argument, or that fails on all samples, stops the run. A new kind of reward is a class like `FunctionReward`, and a case
-in `_adapt`.
+A sample that cannot be scored becomes NaN and is counted; a warning shows the first one. Only a function that needs a
+missing argument, or that fails on all samples, stops the run. To add a kind of reward, write a class like
+`FunctionReward` and a case in `_adapt`.
 """
 
 import inspect
@@ -37,17 +37,18 @@ FAILED_BATCHES = 3  # after this many batches in a row on which a function faile
 class RewardResult:
     """Scores of a batch of N samples by F functions."""
 
-    rewards: Tensor  # [N, F] float64 on the CPU, unweighted; NaN where a function abstained or failed; a sum of steps'
-    steps: list[dict[int, StepRewards]]  # of each sample, by function: last tokens of steps, sorted, and their rewards
+    # [N, F] float64 on the CPU, unweighted; NaN where a function abstained or failed; the sum where it rewarded steps
+    rewards: Tensor
+    steps: list[dict[int, StepRewards]]  # [N] by function: sorted pairs of a step's last token and its reward
     stats: dict[str, Stat]  # `rewards/{name}/failures` and `/timeouts` (samples), `/seconds` (per call)
 
 
 @dataclass(frozen=True)
 class Routes:
-    """Reward functions of rows by the name in their column `source` (`covey.data.sources`); "" for rows without."""
+    """Reward functions of a row by its source, the column `source` (`covey.data.sources`); "" for rows without one."""
 
-    scored_by: list[frozenset[str] | None]  # of each function: the sources whose rows it scores; None: all rows
-    weights: dict[str, list[float]]  # [F] of sources that weigh them in their own way
+    scored_by: list[frozenset[str] | None]  # for each function the sources whose rows it scores; None: all rows
+    weights: dict[str, list[float]]  # by source: [F] weights that replace those of the run
 
     def accepts(self, function: int, row: Row) -> bool:
         sources = self.scored_by[function]
@@ -58,24 +59,24 @@ class RewardSuite:
     """The reward functions of a run.
 
     Args:
-        reward_funcs: one, or a list, of callables (sync or async), sequence classifiers, and ids or paths of those.
+        reward_funcs: one or a list of callables (sync or async), sequence classifiers, and ids or paths of classifiers.
         weights: one per function; all 1 by default.
         processing_classes: tokenizers of the reward models: a list aligned with `reward_funcs` (None for anything but a
             model, or to load the model's own), or a single one if there is a single function.
         model_init_kwargs: passed to `from_pretrained` of models given by id or path.
-        timeout: seconds that one function may take for one batch; samples it has not scored by then become NaN.
+        timeout: seconds that one function may take for one batch; samples that it has not scored by then become NaN.
         batch_size: samples per forward pass of a reward model.
-        device: where reward models go; None leaves them where they are.
-        tokenizer: of the policy, to find the token of a `CharEnd` and prompts that open thinking.
-        isolation: "process" runs every callable in a process of its own, as those marked with `covey.isolated`.
-        routes: the functions of each source's rows; None: all score every row.
+        device: device for reward models; None leaves them where they are.
+        tokenizer: of the policy, to find the token of a `CharEnd`, and prompts that open thinking.
+        isolation: "process" runs every callable in a process of its own, like those marked with `covey.isolated`.
+        routes: which functions score the rows of each source; None: all functions score all rows.
 
     Attributes:
-        names: unique names for metrics: `__name__`, the last part of a model id, `name_1` for the second of a name.
+        names: unique names for metrics: `__name__`, or the last part of a model id; `name_1` for a second one.
         weights: [F] float64.
 
     Raises:
-        CheckError: something that cannot be a reward function, or lists whose lengths differ.
+        CheckError: an argument cannot be a reward function, or lists have different lengths.
 
     Example:
         >>> from covey.core.records import FinishReason
@@ -129,7 +130,7 @@ class RewardSuite:
         self._warned: set[tuple[str, str]] = set()
 
     def stream(self, trainer_state: Any, groups: bool = False) -> RewardStream:
-        """Scorer of rollouts as they end, with those functions that can use it."""
+        """A `RewardStream` for one batch, with the functions that can score rollouts before the batch is complete."""
         each: Lanes = {}
         whole: Lanes = {}
         for index, one in enumerate(self.functions):
@@ -138,7 +139,7 @@ class RewardSuite:
         return RewardStream(each, whole, self._tokenizer, self._accepts)
 
     def weights_of(self, source: str) -> Tensor:
-        """[F] weights for the rows of a source; those of the run for rows of none."""
+        """[F] weights for the rows of a source; the run's own weights if the source has none."""
         return self._weights.get(source, self.weights)
 
     def scoring(self, source: str) -> list[str]:
@@ -171,14 +172,14 @@ class RewardSuite:
         streamed: RewardStream | None = None,
         begins: Callable[[str], None] = lambda name: None,
     ) -> RewardResult:
-        """Score rollouts; those that failed are shown to no function and get NaN.
+        """Score rollouts; failed ones get NaN and no function is called with them.
 
         Args:
             rows: the dataset row of every rollout, `row["prompt"]` as the user wrote it.
-            rollouts: N of them, all groups of this process.
+            rollouts: N rollouts, all groups of this process.
             context: the trainer's state and logs, for the functions.
-            streamed: the stream that was given these rollouts as they ended.
-            begins: called with the name of each function that begins to score all of them.
+            streamed: the stream that was given these rollouts as they ended, if any.
+            begins: called with the name of each function before it scores the whole batch.
 
         Raises:
             RewardError: a function asks for a column that does not exist, or failed on all samples of its first batch,
@@ -221,7 +222,7 @@ class RewardSuite:
         return RewardResult(rewards, steps, self._stats(results))
 
     def replace(self, index: int, candidate: Any) -> None:
-        """Score with another function from the next batch on, under the name and with the weight of the old one."""
+        """Replace a function from the next batch on; the new one keeps the name and weight of the old one."""
         report(_check_function(candidate))
         made, old = self._adapted(index, candidate), self.functions[index]
         self.functions[index] = made
@@ -233,7 +234,7 @@ class RewardSuite:
         call_all(*(one.worker.close for one in self.functions if isinstance(one, IsolatedReward)))
 
     def state_dict(self) -> dict[str, Any]:
-        """By name of a function, what it is given up for: that it has not scored yet, and batches failed in a row."""
+        """State for checkpoints, by function: whether it has scored anything yet, and batches failed in a row."""
         counts = zip(self.names, self._has_scored, self._failed_batches, strict=True)
         return {name: [scored, failed] for name, scored, failed in counts}
 
@@ -253,7 +254,7 @@ class RewardSuite:
     def _score_all(
         self, batch: RewardBatch, trainer_state: Any, streamed: RewardStream, begins: Callable[[str], None]
     ) -> list[CallResult]:
-        """Start the async functions, run the others one after another meanwhile, then collect."""
+        """Start the async functions, run the others one after another in the meantime, then collect all results."""
         waiting: Lanes = {}
         others: dict[int, FunctionReward | ModelReward] = {}
         for index, function in enumerate(self.functions):
@@ -281,7 +282,7 @@ class RewardSuite:
     def _resolve_steps(
         self, index: int, call: CallResult, batch: RewardBatch, scorable: list[int], steps: list[dict[int, StepRewards]]
     ) -> None:
-        """Add a function's rewards of steps to `steps`; where it ended one outside of the completion, it failed."""
+        """Add a function's rewards of steps to `steps`; a step that ends outside of the completion is a failure."""
         for sample, rewarded in enumerate(call.steps):
             if rewarded is not None:
                 try:
@@ -337,7 +338,7 @@ class RewardSuite:
 
 
 def no_reward(completions: Sequence[Any], **columns: Any) -> list[None]:
-    """No reward for any completion: of runs that learn from a teacher alone."""
+    """Reward function without rewards, for runs that learn only from a teacher."""
     return [None] * len(completions)
 
 
@@ -350,7 +351,7 @@ def _name(candidate: Any) -> str:
 
 
 def unique_names(names: list[str]) -> list[str]:
-    """Distinct names: the second of a kind gets `_1`, and so on."""
+    """Distinct names: a second function of the same name gets `_1`, and so on."""
     unique: list[str] = []
     for name in names:
         candidate, suffix = name, 0
@@ -362,13 +363,13 @@ def unique_names(names: list[str]) -> list[str]:
 
 
 def as_weights(weights: Sequence[float] | None, count: int) -> Tensor:
-    """Weights [F] float64, 1 each by default; CheckError for others than one finite number for each function."""
+    """Weights [F] float64, all 1 by default; CheckError unless there is one finite number per function."""
     report(check_weights(weights, count))
     return torch.tensor([1.0] * count if weights is None else [float(one) for one in weights], dtype=torch.float64)
 
 
 def check_weights(weights: Sequence[float] | None, count: int) -> Iterator[Finding]:
-    """Errors of weights that are not one finite number for each of `count` reward functions."""
+    """Errors if `weights` are not one finite number for each of `count` reward functions."""
     if weights is None:
         return
     if len(weights) != count:

@@ -1,4 +1,4 @@
-"""Text of prompts and completions: strings, or messages whose content is a string, a list of parts, or missing."""
+"""Text of prompts and completions, which may be strings, or messages whose content is text, parts, or missing."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def completion_text(completion: Any) -> str:
 
 
 def after_thinking(text: str) -> str:
-    """Text after the last block of thinking that ends; all of it where none does.
+    """Text after the last closed block of thinking; the whole text if no block is closed.
 
     Example:
         >>> after_thinking("<think>2+2</think>4"), after_thinking("2+2</think>4"), after_thinking("4")
