@@ -1,8 +1,8 @@
-"""Coroutines on an event loop of their own whose calls of ordinary functions run on the thread that waits for them.
+"""Coroutines on a separate event loop, whose calls of ordinary functions run on the thread that waits for them.
 
-Tools and environments are written for the main thread, as reward functions are: `signal.alarm`, sqlite connections and
-`threading.local` belong to a thread. Calls run there one after another while the loop continues to sample. A function
-or class that bears being called on several threads at once is marked with `threaded`.
+Tools, environments and reward functions are usually written for the main thread: `signal.alarm`, sqlite connections and
+`threading.local` belong to a thread. Their calls run there one after another, while the loop continues to sample. A
+function or class that may be called on several threads at once is marked with `threaded`.
 """
 
 import asyncio
@@ -44,10 +44,10 @@ MARK = "__covey_threaded__"
 
 
 def threaded(tool: Marked) -> Marked:
-    """Mark a tool, or a class of environments, as one that may be called on threads, several calls at a time.
+    """Mark a tool, or a class of environments, whose calls may run on several threads at a time.
 
-    Without it an ordinary tool, and an ordinary method of an environment, is called on the main thread, one call after
-    another. With it calls that wait for a network or a process wait together; each environment keeps a thread of its
+    Without the mark, ordinary tools and ordinary methods of environments are called on the main thread, one after
+    another. With it, calls that wait for a network or a process wait concurrently; each environment has a thread of its
     own. Coroutine functions need no mark.
 
     Example:
@@ -67,7 +67,7 @@ def threaded(tool: Marked) -> Marked:
 
 
 def is_threaded(function: Any) -> bool:
-    """True for what `threaded` has marked, for its methods and for its instances."""
+    """True for a function or class that is marked with `threaded`, and for methods and instances of the class."""
     function = unwrap_partial(function)
     return bool(getattr(function, MARK, False) or getattr(getattr(function, "__self__", None), MARK, False))
 
@@ -89,11 +89,11 @@ class CallingThread:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._lock = threading.Lock()  # of `_current`
         self._current: _Job | None = None
-        self._stopped = False  # by Ctrl-C; a function may raise KeyboardInterrupt itself, which costs its own call
-        self.blocked = False  # by a call that interrupts do not end
+        self._stopped = False  # by Ctrl-C; a KeyboardInterrupt that a function raises itself only fails its call
+        self.blocked = False  # True while a call runs that interrupts do not end
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Result of a coroutine. Where calls cannot be interrupted, as off the main thread, they get threads."""
+        """Result of a coroutine. Off the main thread, where calls cannot be interrupted, each gets a new thread."""
         loop = LoopThread(self._name, no_grad=True)
         try:
             return self._wait(loop, work) if can_interrupt_here() else loop.run(work)
@@ -184,7 +184,7 @@ class CallingThread:
 
 
 def _outcome(function: Callable[[], T]) -> tuple[T | None, UserCodeError | None]:
-    """Result or exception of a user's function, formatted here, since its text is the user's code too."""
+    """Result or exception of a user's function; the exception is formatted here, as that runs code of the user."""
     try:
         with torch.enable_grad():  # the trainer's own code runs without
             return function(), None
@@ -202,7 +202,7 @@ _PAUSED: ContextVar["weakref.WeakMethod[Callable[[], AbstractContextManager[None
 
 
 def wait_within(pause: Callable[[], AbstractContextManager[None]]) -> None:
-    """From now on this task, and those that it starts, wait for the calling thread inside `pause()`, a method."""
+    """Make this task, and tasks that it starts, wait for the calling thread inside the context `pause()`, a method."""
     _PAUSED.set(weakref.WeakMethod(pause))
 
 
@@ -226,10 +226,10 @@ async def call_here(
     on_begin: Callable[[], None] = lambda: None,
     threaded: bool = False,
 ) -> T:
-    """Return `function()`, called by the thread that waits for this coroutine; on a new one if none waits, or threaded.
+    """Return `function()`, called by the thread that waits for this coroutine, or on a new thread.
 
-    Raises UserCodeError, or CallTimeout for a function that takes longer than `seconds` once it has begun; one that
-    cannot be stopped is in `late` until it ends.
+    A new thread is used if none waits, or if the function is `threaded`. Raises UserCodeError, or CallTimeout if the
+    function takes longer than `seconds` once it has begun; one that cannot be stopped is in `late` until it ends.
     """
     calling = _CALLING.get()
     if threaded or calling is None or calling.blocked:

@@ -1,4 +1,4 @@
-"""Child processes that end with this one, however it ends, `kill -9` included."""
+"""Child processes that end when this process ends in any way, including `kill -9`."""
 
 import asyncio
 import os
@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 GUARD = Path(__file__).with_name("process_guard.py")
 OVER_LIMITS = {201: "it needed more than {0:g} GiB of memory", 202: "it started more than {1} processes"}
-"""By the exit status of the guard that ended a command which passed its limits."""
+"""Reasons by exit status of the guard, when it has ended a command that exceeded its limits."""
 
 
 class Quota(NamedTuple):
-    """Limits of a command with all its descendants, on Linux; and the seconds that a worker process has to start."""
+    """Limits of a command and all its descendants (on Linux), and the seconds that a worker process has to start."""
 
     memory: float  # GiB, resident
     processes: int
@@ -25,10 +25,10 @@ class Quota(NamedTuple):
 
 
 class ChildProcess:
-    """Command that runs under `covey.runtime.process_guard`, in a session of its own, which Ctrl-C does not reach.
+    """A command that runs under `covey.runtime.process_guard`, in a session of its own, so Ctrl-C does not reach it.
 
-    On systems that are not POSIX it is an ordinary child. `grace` is the time between SIGTERM and the kill. The command
-    inherits `descriptor`, if one is given, as its descriptor 3.
+    On systems that are not POSIX it is an ordinary child process. `grace` is the number of seconds between SIGTERM and
+    SIGKILL. The command inherits the file descriptor `descriptor`, if given, as number 3.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class ChildProcess:
 
     @property
     def is_own(self) -> bool:
-        """True in the process that started it, False in one forked from that."""
+        """True in the process that started the command, False in a process forked from it."""
         return self._owner == os.getpid()
 
     def poll(self) -> int | None:
@@ -82,7 +82,7 @@ class ChildProcess:
         return self.process.poll() if self.is_own else None
 
     async def wait(self) -> int:
-        """`poll` once it has ended: by an event of the kernel on Linux, by a thread that waits elsewhere."""
+        """Exit status, once the command has ended (an event of the kernel on Linux, else a thread that waits)."""
         loop = asyncio.get_running_loop()
         ended = loop.create_future()
 
@@ -126,7 +126,7 @@ class ChildProcess:
         return found
 
     def end(self) -> None:
-        """End the command and all its descendants, and wait for that. Does nothing in a forked process."""
+        """End the command and all its descendants, and wait until they have ended. Does nothing in a forked process."""
         if not self.is_own:
             return
         self._close_pipe()
@@ -145,7 +145,7 @@ class ChildProcess:
                         os.kill(one, signal.SIGKILL)
 
     def _left(self) -> Iterator[int]:
-        """Ids of processes that still run though their guard does not, by the environment that they began with."""
+        """Ids of processes that outlive their guard, recognised by the environment that they were started with."""
         for path in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):
                 if self._mark.encode() in path.read_bytes().split(b"\0"):

@@ -1,4 +1,4 @@
-"""Checkpoints are read as data: nothing in their files runs code."""
+"""Reading of checkpoints as data, so that no code in their files is run."""
 
 import pickle
 import sys
@@ -29,7 +29,7 @@ OF_DEEPSPEED = (  # in the files of its optimizers
 
 
 class _DataOfShards(pickle.Unpickler):
-    """Unpickler of what torch writes about a sharded checkpoint, and of nothing else."""
+    """Unpickler that accepts only the classes that torch writes about a sharded checkpoint."""
 
     def find_class(self, module: str, name: str) -> Any:
         names = OF_SHARDS.get(module)
@@ -42,7 +42,7 @@ class _DataOfShards(pickle.Unpickler):
 
 @contextmanager
 def loading_data_alone(checkpoint: str | None) -> Iterator[None]:
-    """Let torch load only what `weights_only` allows, also where FSDP and DeepSpeed ask it for any object."""
+    """Context in which torch loads only what `weights_only` allows, even if FSDP or DeepSpeed ask for any object."""
     for path in Path(checkpoint).rglob("*.metadata") if checkpoint is not None else ():
         with path.open("rb") as file:  # which torch reads with `pickle.load`
             _DataOfShards(file).load()
@@ -54,7 +54,7 @@ def loading_data_alone(checkpoint: str | None) -> Iterator[None]:
 
 @contextmanager
 def refusing_objects() -> Iterator[None]:
-    """Say what it means that torch refuses to load a file of a checkpoint, which it alone does in this way."""
+    """Context that explains torch's error for a checkpoint file with objects that it refuses to load."""
     try:
         yield
     except BaseException as error:
@@ -62,6 +62,6 @@ def refusing_objects() -> Iterator[None]:
         if not any(isinstance(one, pickle.UnpicklingError) for one in (error, *(reason for reason, _ in shards))):
             raise
         raise ValueError(
-            "the checkpoint holds Python objects besides tensors and numbers, which could run any code, so they were"
+            "the checkpoint has Python objects other than tensors and numbers, which could run any code, so they were"
             " not loaded: another program has written them. Begin a new run from its weights, with it as `model`."
         ) from error

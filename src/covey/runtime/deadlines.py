@@ -1,10 +1,10 @@
-"""Functions and coroutines under a deadline: on a thread that is abandoned and counted when it is late.
+"""Functions and coroutines under a deadline: a thread whose call is late is abandoned and counted.
 
-A late call is asked once to stop, by an exception that is raised in it, and is counted until it ends: `LateCalls`
-bounds the threads that a function which hangs can cost. On the main thread, for which reward functions are written
-(`signal.alarm`, sqlite connections, the current CUDA device and torch's gradient mode belong to a thread), nothing can
-be abandoned: there a signal interrupts a late call, as Ctrl-C does, and again every second. Code that neither ends runs
-in a process that is killed (`covey.runtime.isolation.FunctionWorker`).
+A late call gets one exception that asks it to stop, and is counted until it ends: `LateCalls` bounds the number of
+threads that a hanging function can occupy. The main thread, for which reward functions are written (`signal.alarm`,
+sqlite connections, the current CUDA device and torch's gradient mode belong to a thread), cannot be abandoned: there a
+signal interrupts a late call, as Ctrl-C does, again every second. Code that neither of these ends must run in a process
+that can be killed (`covey.runtime.isolation.FunctionWorker`).
 """
 
 import asyncio
@@ -31,10 +31,10 @@ T = TypeVar("T")
 
 CAN_INTERRUPT = hasattr(signal, "pthread_kill") and hasattr(signal, "setitimer")
 INTERRUPT_INTERVAL = 1.0  # seconds between two interrupts of a call, for its cleanup
-BLOCKED_SECONDS = 10.0  # after its deadline, when a call on the main thread counts as one that interrupts do not end
-WAIT_SECONDS = 5.0  # after a call was late: until then the next call waits for it
-MAX_STILL_RUNNING = 4  # calls of one function that were late and still run; then it is not called
-EXIT_SECONDS = 2.0  # for calls under way when Python exits
+BLOCKED_SECONDS = 10.0  # after its deadline a call on the main thread counts as one that interrupts do not end
+WAIT_SECONDS = 5.0  # that the next call waits for a late one, from the time when it was late
+MAX_STILL_RUNNING = 4  # late calls of one function that still run, from which on it is not called
+EXIT_SECONDS = 2.0  # for running calls when Python exits
 
 
 class CallTimeout(TimeoutError):
@@ -42,11 +42,11 @@ class CallTimeout(TimeoutError):
 
 
 class StillRunning(CallTimeout):
-    """A function was not called, because calls of it that were late still run."""
+    """A function was not called, because late calls of it are still running."""
 
 
 class LateCallWarning(UserWarning):
-    """A function of a user is not called for now: calls of it were late, still run, and cannot be stopped."""
+    """Warning that a user's function is not called for now: late calls of it still run and cannot be stopped."""
 
 
 class Interrupt(BaseException):
@@ -58,20 +58,20 @@ class StopThread(BaseException):
 
 
 class LateCalls:
-    """Calls of one function that were late and still run. With `limit` of them it is not called: `StillRunning`.
+    """Late calls of one function that still run; with `limit` of them, further calls raise `StillRunning`.
 
-    Nothing stops a thread that waits in C code, so each late call may cost one for as long as the process lives. With a
-    limit of 1, calls that begin one after another never overlap.
+    A thread that waits in C code cannot be stopped, so each late call may occupy a thread until the process ends. With
+    a limit of 1, calls that are made one after another never overlap.
     """
 
     def __init__(self, name: str, limit: int = MAX_STILL_RUNNING):
         self.name, self._limit = name, limit
-        self._calls: dict[Future[Any], float] = {}  # with the times at which they were late
+        self._calls: dict[Future[Any], float] = {}  # with their deadlines by `time.monotonic`
         self._lock = threading.Lock()
         self._warned = False
 
     def add(self, call: "Future[Any]", late_in: float = 0.0) -> None:
-        """Count a call until it ends, from `late_in` seconds on."""
+        """Count a call as late, from `late_in` seconds from now until it ends."""
         with self._lock:
             self._calls[call] = time.monotonic() + late_in
 
@@ -92,7 +92,7 @@ class LateCalls:
                 return
 
     def check(self) -> None:
-        """Raise StillRunning, the first time with a warning, while the limit is reached."""
+        """Raise StillRunning if the limit is reached; the first time with a warning."""
         running = self.running()
         if len(running) < self._limit:
             return
@@ -163,7 +163,7 @@ async def run_in_thread(function: Callable[[], T], seconds: float, late: LateCal
 
 
 async def await_future(future: "Future[T] | asyncio.Future[T]", seconds: float) -> T:
-    """Result of a future or task, or `CallTimeout`; it is cancelled when no longer awaited, and its end not awaited."""
+    """Result of a future or task, or `CallTimeout`, after which it is cancelled without waiting for its end."""
     waiting = asyncio.wrap_future(future)
     try:
         await asyncio.wait({waiting}, timeout=max(seconds, 0.0))
@@ -176,15 +176,15 @@ async def await_future(future: "Future[T] | asyncio.Future[T]", seconds: float) 
 
 # ---- on the main thread ----------------------------------------------------------------------------------------------
 
-_next_interrupt = 0.0  # of the innermost call, by `time.monotonic`
+_next_interrupt = 0.0  # time of the innermost call's next interrupt, by `time.monotonic`
 
 
 def _call_interruptibly(function: Callable[[], T], seconds: float, late: LateCalls) -> T:
     """Run `function` under two clocks that send the same signal, after `seconds` and then every second.
 
-    A thread follows the wall clock and reaches code that waits; a timer follows CPU time and reaches code that computes
-    without ever letting another thread run. The handler stays installed: a last signal must not find the default
-    action, which ends the process.
+    A thread with the wall clock interrupts code that waits; a timer of CPU time interrupts code that computes and never
+    lets another thread run. The handler stays installed, because a late signal must not meet the default action, which
+    ends the process.
     """
     global _next_interrupt
     outer, begun = _next_interrupt, time.monotonic()
@@ -205,7 +205,7 @@ def _call_interruptibly(function: Callable[[], T], seconds: float, late: LateCal
         clock.start()
         signal.setitimer(signal.ITIMER_VIRTUAL, seconds, INTERRUPT_INTERVAL)
         result = _interruptible(function)
-        if _next_interrupt != begun + seconds:  # it caught an interrupt, so this is no answer
+        if _next_interrupt != begun + seconds:  # the function caught an interrupt, so its result does not count
             raise CallTimeout
         return result
     except Interrupt:
@@ -224,7 +224,7 @@ def install_interrupts() -> None:
 
 
 def interrupt_call() -> None:
-    """Let the deadline of the main thread's innermost call pass now; none is under way, nothing happens."""
+    """Interrupt the main thread's innermost call as if its deadline had passed; without a call, do nothing."""
     global _next_interrupt
     _next_interrupt = 0.0
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGVTALRM)
@@ -238,7 +238,7 @@ def _on_signal(signum: int, frame: FrameType | None) -> None:
     global _next_interrupt
     now = time.monotonic()
     if now >= _next_interrupt and _is_interruptible(frame):
-        _next_interrupt = now + INTERRUPT_INTERVAL  # the two clocks send one each
+        _next_interrupt = now + INTERRUPT_INTERVAL  # each of the two clocks sends a signal; the second is ignored
         raise Interrupt
 
 
@@ -255,7 +255,7 @@ def _is_interruptible(frame: FrameType | None) -> bool:
 
 
 class WorkerThread:
-    """Daemon thread that runs functions in order, in the context of `settings`; errors may be wrapped."""
+    """Daemon thread that runs functions one after another, in the context of `settings`; errors may be wrapped."""
 
     def __init__(
         self, name: str, settings: Callable[[], AbstractContextManager[Any]] = nullcontext, wrap_errors: bool = False
@@ -273,7 +273,7 @@ class WorkerThread:
         return future
 
     def call(self, function: Callable[[], T], seconds: float, late: LateCalls) -> T:
-        """Return `function()`, or raise `CallTimeout`; a late call is in `late`, and the next gets a new thread."""
+        """Return `function()`, or raise `CallTimeout`; a late call is in `late`, the next one gets a new thread."""
         if seconds <= 0:
             raise CallTimeout
         future = self.submit(function)
@@ -320,7 +320,7 @@ _busy: set[threading.Thread] = set()  # of worker threads
 
 @atexit.register
 def _stop_calls() -> None:
-    """Stop calls under way: a thread that is in torch when Python (before 3.14) exits aborts the process."""
+    """Stop running calls: a thread that is inside torch when Python (before 3.14) exits aborts the process."""
     until = time.monotonic() + EXIT_SECONDS
     for thread in list(_busy):
         raise_in(thread)
@@ -329,9 +329,10 @@ def _stop_calls() -> None:
 
 
 def torch_settings(no_grad: bool = False) -> Callable[[], AbstractContextManager[None]]:
-    """Context manager that gives another thread the gradient mode, CUDA device and CPU threads of this one.
+    """Make a context that gives another thread this thread's gradient mode, CUDA device and CPU threads.
 
-    Without it a thread computes with as many as any thread has set last, and an engine sets one while it decodes.
+    Without it, a thread would use the number of CPU threads that was set last in any thread; engines change it while
+    they decode.
     """
     grad_enabled = torch.is_grad_enabled() and not no_grad
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
@@ -347,6 +348,6 @@ def torch_settings(no_grad: bool = False) -> Callable[[], AbstractContextManager
 
 
 def raise_in(thread: threading.Thread) -> None:
-    """Raise `StopThread` in the Python code that a thread runs; a call into C does not notice before it returns."""
+    """Raise `StopThread` in the Python code of a thread; a call into C notices it only when it returns."""
     if thread.ident is not None and thread.is_alive():
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(StopThread))

@@ -1,10 +1,11 @@
-"""Modules of a user's functions, imported without what a training script runs at its top level.
+"""Import of a user's functions from a training script, without running the training at its top level.
 
 A *script* is a file whose top level trains, writes or starts something. Its module is lazy: asking it for a name
-executes the statements that bind the name, those that these need, and nothing else. Every other file is imported as
-usual. While `definitions_only` holds, the same is true of the user's modules that such a file imports. A run knows its
-script (`main_script`), and a record or a worker process is read with it (`script_of_run`); of other files the calls at
-their top level tell. Standard library only: worker processes import it before anything else.
+executes the statements that bind the name and the statements that these need, and nothing else. Every other file is
+imported as usual. Within `definitions_only`, modules of the user that such a file imports are handled in the same way.
+A run knows its script (`main_script`), and records and worker processes are read with it (`script_of_run`); other files
+are recognised as scripts by the calls at their top level. This module uses only the standard library, because worker
+processes import it before anything else.
 """
 
 import __future__
@@ -32,17 +33,17 @@ TRAINS = re.compile(
     r"\w*Trainer|Study|launch|sweep|finetune|train|training|main|push_to_hub|save_model|save_pretrained"
     r"|(train|main|launch|finetune)_\w+|\w+_(train|training|main|launch)"
 )
-"""Names of calls, without what they are called on, by which a statement trains. No function needs them to be called."""
+"""Names of functions and methods whose call at the top level means that the file trains. No definition needs them."""
 RUNS = re.compile(
     TRAINS.pattern + r"|Fire|fit|learn|run|start|go|experiment|system|Popen|check_call|check_output|exec\w*|init"
     r"|(run|start|save|write|upload)\w*|\w+_run|dump|to_(csv|json|parquet|pickle)|makedirs|mkdir|rmtree|unlink|evaluate"
 )
-"""Names by which it may write or start something as well."""
+"""Names of functions and methods that may write or start something, in addition to `TRAINS`."""
 HARMLESS = {"train_test_split"}
 CHANGES = {"append", "add", "update", "extend", "insert", "setdefault", "remove", "discard", "pop", "sort", "register"}
-"""Methods that fill a container, which a function may read."""
+"""Methods that fill a container; a function may read the container later."""
 SET_UP = {("sys", "path"), ("os", "environ"), ("warnings", "filterwarnings"), ("warnings", "simplefilter")}
-"""What imports depend on: executed in a script, too."""
+"""Settings that imports depend on; statements that change them are executed in a script, too."""
 
 _LIBRARIES = tuple(
     {str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -51,13 +52,13 @@ _loading = threading.local()
 
 
 class RunsWhenLoaded(ImportError):
-    """A function of a script needs what the script runs."""
+    """A function of a script cannot be imported: it needs a statement that trains, writes or starts something."""
 
 
 class DefinitionsLoader(importlib.machinery.SourceFileLoader):
-    """Loader of a `.py` file: lazily if it is a script; writes no bytecode.
+    """Loader of a `.py` file, lazily if it is a script; it writes no bytecode.
 
-    A script is the run's own, whatever it calls, and any file with calls of the names `runs` at its top level.
+    Scripts are the run's own script, and any file with calls of the names `runs` at its top level.
     """
 
     runs = TRAINS
@@ -82,7 +83,7 @@ class DefinitionsLoader(importlib.machinery.SourceFileLoader):
 
 
 def load_file(name: str, path: Path | str) -> ModuleType:
-    """The file as a module of this name in `sys.modules`; one that raises leaves none behind."""
+    """Load the file as a module of this name into `sys.modules`; it is removed again if it raises."""
     loader = DefinitionsLoader(name, str(path))
     loader.runs = RUNS
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
@@ -98,7 +99,7 @@ def load_file(name: str, path: Path | str) -> ModuleType:
 
 
 def names_of_functions(module: ModuleType) -> list[str]:
-    """Public functions and classes of a module, which a script need not have executed."""
+    """Public functions and classes of a module, including those that a script has not executed yet."""
     script = getattr(vars(module).get("__getattr__"), "__self__", None)
     if isinstance(script, _Script):
         return sorted(script.callable)
@@ -106,13 +107,13 @@ def names_of_functions(module: ModuleType) -> list[str]:
 
 
 def script_line(module: ModuleType) -> int | None:
-    """Line of a script's first statement that runs something, 0 if none shows; None for any other module."""
+    """Line of a script's first statement that runs something, 0 if there is none; None for any other module."""
     return vars(module).get("covey_script_line")
 
 
 @contextmanager
 def definitions_only(named: str = "") -> Iterator[None]:
-    """In this thread, import the user's modules by `DefinitionsLoader` (the `named` one as a file); refuse trainers."""
+    """Context in which this thread imports the user's modules by `DefinitionsLoader`, and refuses to make trainers."""
     depth, before = getattr(_loading, "depth", 0), getattr(_loading, "named", "")
     _loading.depth, _loading.named = depth + 1, named
     if _FINDER not in sys.meta_path:
@@ -125,7 +126,7 @@ def definitions_only(named: str = "") -> Iterator[None]:
 
 @contextmanager
 def script_of_run(path: str | None) -> Iterator[None]:
-    """In this thread, know the `main_script` of the run whose functions are loaded; None: it is not known."""
+    """Context in which this thread loads functions of a run with this `main_script`; None: it is not known."""
     before: str | None = getattr(_loading, "script", None)
     _loading.script = path
     try:
@@ -145,7 +146,7 @@ def main_script() -> str | None:
 
 
 def refuse_while_loading(what: str) -> None:
-    """Raise `RunsWhenLoaded` if a file is being imported for its functions: `what` would be made or run again."""
+    """Raise `RunsWhenLoaded` if a file is being imported for its functions; `what` names what would be run again."""
     if getattr(_loading, "depth", 0):
         raise RunsWhenLoaded(f"{what} while the file was imported for its functions. {ADVICE}")
 
@@ -157,7 +158,7 @@ ADVICE = (
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the user's modules, outside of libraries, for `DefinitionsLoader`; only within `definitions_only`."""
+    """Finds the user's modules (not those of libraries) for `DefinitionsLoader`, only within `definitions_only`."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         if not getattr(_loading, "depth", 0) or is_own(fullname):
@@ -196,7 +197,7 @@ class _Script:
         return sorted({name for statement in self.left for name in statement.binds} | self.space.keys())
 
     def shared(self) -> list[str]:
-        """Names that `from script import *` takes: the public ones of statements that run nothing."""
+        """Names that `from script import *` imports: public ones, bound by statements that run nothing."""
         quiet = [one for one in self.left if _first_call(one.node, RUNS, self.functions) is None]
         return sorted({name for one in quiet for name in one.binds if not name.startswith("_")})
 
@@ -269,7 +270,7 @@ def _globals(table: symtable.SymbolTable) -> Iterator[str]:
 
 
 def first_run(tree: ast.Module, names: "re.Pattern[str]" = RUNS) -> int | None:
-    """Line of the first statement at the top level that runs something, by calls of these names."""
+    """Line of the first statement at the top level that calls one of these names."""
     functions = _functions(tree)
     lines = (_first_call(node, names, functions) for node in tree.body if not _is_main_guard(node))
     return next((line for line in lines if line is not None), None)
@@ -283,7 +284,7 @@ def _first_call(node: ast.AST, names: "re.Pattern[str]", functions: dict[str, as
 
 
 def _runs(call: ast.Call, names: "re.Pattern[str]", functions: dict[str, ast.AST], seen: frozenset[str]) -> bool:
-    """The call trains by its name, or by the body of the file's own function that it calls."""
+    """True if a call has one of the names, or calls a function of the file whose body does."""
     path = _path(call.func)
     if not path or path[-1] in HARMLESS or path[:2] in SET_UP:
         return False
@@ -301,7 +302,7 @@ def _functions(tree: ast.Module) -> dict[str, ast.AST]:
 
 
 def _executed(node: ast.AST) -> Iterator[ast.AST]:
-    """The node and those below it that are executed with it: not the bodies of functions."""
+    """The node and the nodes below it that are executed with it, without bodies of functions."""
     yield node
     for name, value in ast.iter_fields(node):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and name == "body":
@@ -337,7 +338,7 @@ def _is_set_up(node: ast.AST) -> bool:
 
 @functools.singledispatch
 def _path(node: Any) -> tuple[str, ...]:
-    """Names of `a.b.c`, whose beginning is "" for anything but a name."""
+    """Names in `a.b.c`; the first is "" if the expression does not begin with a name."""
     return ("",)
 
 

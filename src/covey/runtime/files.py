@@ -18,7 +18,7 @@ from typing import Any
 
 MANIFEST = "covey_manifest.json"
 LOCK = "_covey_lock"  # uploads to the hub leave out "_*": reading it in this process would release it
-BLOCK = 1 << 26  # bytes of a file that share a checksum; threads read different blocks
+BLOCK = 1 << 26  # bytes of a file per checksum; threads read different blocks
 PIECE = 1 << 20
 CAUSES = {  # and what to do about them
     errno.ENOSPC: ("the disk is full", "make room"),
@@ -28,14 +28,14 @@ CAUSES = {  # and what to do about them
 
 
 def seal(folder: Path) -> None:
-    """Write the manifest of a folder's files, and flush all of it to the disk."""
+    """Write the manifest of a folder's files, and flush files and manifest to the disk."""
     (folder / MANIFEST).write_text(json.dumps(contents(folder), indent=1))
     for path in [*folder.rglob("*"), folder]:
         flush(path)
 
 
 def damage(folder: Path) -> str | None:
-    """The first difference between a folder and its manifest, or without one the first file that cannot be read."""
+    """The first difference between a folder and its manifest, else None; without a manifest, the first damaged file."""
     if not (folder / MANIFEST).exists():
         return next((f"{path.name} cannot be read" for path in sorted(folder.rglob("*")) if not _legible(path)), None)
     try:
@@ -57,7 +57,7 @@ def damage(folder: Path) -> str | None:
 
 
 def _legible(path: Path) -> bool:
-    """False for a file of JSON, torch or safetensors that is damaged; torch's are archives with checksums."""
+    """False for a damaged file of JSON, torch (an archive with checksums) or safetensors."""
     try:
         if path.suffix == ".json":
             json.loads(path.read_text())
@@ -75,7 +75,7 @@ def _legible(path: Path) -> bool:
 
 
 def contents(folder: Path) -> dict[str, dict[str, Any]]:
-    """Size, and CRC-32 of each block, of every file but the manifest, by its name."""
+    """By file name: the size and the CRC-32 of each block, for every file except the manifest."""
     found = {}
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # zlib and reading let other threads run
         for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST):
@@ -95,7 +95,7 @@ def _checksum(path: Path, start: int) -> int:
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON; ValueError for a name that is there twice, of which Python would take the last."""
+    """A JSON object; ValueError for a duplicate key, of which Python would silently take the last."""
     names = [name for name, _ in pairs]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"`{twice}` is there twice. Leave one out.")
@@ -124,10 +124,10 @@ def flush(path: Path) -> None:
 
 @contextmanager
 def naming_disk_errors(what: str, folder: str, advice: str) -> Iterator[None]:
-    """Raise an `OSError` that names folder and reason where an error is due to a disk that takes no more.
+    """Context that turns errors of a full or read-only disk into an `OSError` with folder, reason and advice.
 
-    `{remedy}` in the advice becomes what to do about the reason. Libraries report that in many ways, so a mebibyte is
-    written after any error that does not name it.
+    `{remedy}` in the advice is replaced by what to do about the reason. Libraries report such errors in many ways, so
+    after any other error one mebibyte is written as a test.
     """
     try:
         yield
@@ -156,7 +156,7 @@ def _error_of_writing(path: Path) -> int | None:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Give a place for a new file, which takes that of `path` once it is written; an error leaves the earlier one."""
+    """Context with a path for a new file, which replaces `path` at the end; after an error the old file stays."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     for stale in path.parent.glob(f".{glob.escape(path.stem)}.*{path.suffix}"):  # of a process that was killed
@@ -170,7 +170,7 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def added_whole(folder: Path) -> Iterator[Path]:
-    """Give a folder for new files, which all move into `folder` once the last is written."""
+    """Context with a folder for new files, which are all moved into `folder` at the end."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".new-", dir=folder) as new:
         yield Path(new)
@@ -185,8 +185,8 @@ def added_whole(folder: Path) -> Iterator[Path]:
 def locked(folder: Path) -> Iterator[None]:
     """Lock a folder; the kernel releases the lock when the process ends, also by SIGKILL.
 
-    Forked processes do not inherit it. Where the file system knows no locks, nothing is held. ValueError if
-    another process, perhaps of another machine, holds it.
+    Forked processes do not inherit the lock. On a file system without locks, nothing is locked. ValueError if another
+    process, perhaps on another machine, has it.
     """
     path = folder / LOCK
     try:
@@ -226,6 +226,6 @@ def _is_at(number: int, path: Path) -> bool:
 
 
 def shipped(path: str) -> Path:
-    """A file or folder of the repository that comes with the package: in the package, or next to the sources."""
+    """Path of a file or folder that is shipped with the package: inside the package, or next to the sources."""
     package = Path(__file__).parents[1]
     return found if (found := package / path).exists() else package.parents[1] / path

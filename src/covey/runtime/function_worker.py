@@ -16,7 +16,7 @@ import pickle
 import traceback
 
 held = contextlib.ExitStack()
-"""Contexts for as long as the process lives: a generator that nothing refers to would end its own."""
+"""Contexts that last as long as the process; without a reference, a generator's context would end."""
 
 
 def main() -> None:
@@ -86,7 +86,7 @@ def call(function, arguments: dict, recorded: list) -> dict:
 
 
 def plain(value):
-    """A value as JSON holds it, of other objects the text; a reward of Covey's own classes as `{class: its fields}`."""
+    """A value for JSON; Covey's own reward classes become `{class: fields}`, and other objects their text."""
     kind = type(value)
     if kind in (int, float, bool, str, type(None)):
         return value

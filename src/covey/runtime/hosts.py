@@ -1,4 +1,4 @@
-"""Addresses that servers listen at."""
+"""Addresses that servers listen on."""
 
 import ipaddress
 

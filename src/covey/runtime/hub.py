@@ -1,4 +1,4 @@
-"""Names of models and data sets on the Hugging Face hub: looked up once, without the libraries' retries of minutes."""
+"""Lookup of models and datasets on the Hugging Face hub by one request, without the minutes of retries of libraries."""
 
 import difflib
 import json
@@ -9,29 +9,32 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-SECONDS = 10.0  # for the one request
-HOLDS = 60.0  # seconds for which a refusal is remembered: a network comes back, and one logs in
+SECONDS = 10.0  # deadline of the request
+HOLDS = 60.0  # seconds for which a refusal is cached: the network may come back, or the user may log in
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 MARKS = {"model": ("config.json", "adapter_config.json"), "dataset": ()}
-"""Files that make a folder a model."""
+"""Files, any of which shows that a folder is a model."""
 
 Kind = Literal["model", "dataset"]
 
 
 class NotFound(FileNotFoundError):
-    """A name that is neither a folder here nor a repository that can be had."""
+    """A name that is neither a local folder nor a repository that can be downloaded."""
 
 
 def look_up(name: str, kind: Kind = "model", *, called: str = "", **location: Any) -> bool:
-    """Make sure that a name can be loaded: a folder, a download, or a repository of the hub; False if only offline.
+    """Check that a name can be loaded: a folder, an earlier download, or a repository on the hub.
 
     Args:
         name: a hub id or the path of a folder, which may begin with `~`.
-        called: the name with its setting, for the message; by default `model=...` or `dataset ...`.
-        location: `revision`, `token`, `cache_dir` and `local_files_only`, as `from_pretrained` takes them.
+        called: the name with its setting, for messages; by default `model=...` or `dataset ...`.
+        location: `revision`, `token`, `cache_dir` and `local_files_only`, as for `from_pretrained`.
+
+    Returns:
+        False if the name must be loaded from an earlier download, because the hub gives no answer.
 
     Raises:
-        NotFound: it is none of them, or the hub cannot be reached; one sentence, after one request at most.
+        NotFound: the name is none of these, or the hub cannot be reached; at most one request is made.
     """
     if os.path.isdir(folder := os.path.expanduser(name)):
         base = _base_of(Path(folder)) if kind == "model" else None
@@ -62,7 +65,7 @@ def look_up(name: str, kind: Kind = "model", *, called: str = "", **location: An
 
 
 def _base_of(folder: Path) -> str | None:
-    """The model that the adapter in a folder belongs to; None where the folder holds a model of its own."""
+    """The base model of the adapter in a folder; None if the folder has a whole model."""
     path = folder / "adapter_config.json"
     if (folder / "config.json").exists() or not path.exists():
         return None
@@ -77,7 +80,7 @@ def looks_like_a_path(name: str) -> bool:
 
 
 def nearby(name: str, kind: Kind = "model") -> str:
-    """A sentence that proposes the folder here whose name is most like `name`; empty if none is."""
+    """A sentence that proposes the local folder with the most similar name; empty if there is none."""
     path = Path(name).expanduser()
     marks = MARKS[kind]
     try:
@@ -109,7 +112,7 @@ _answers: dict[tuple[Any, ...], tuple[float, tuple[str, bool] | None]] = {}  # w
 
 
 def _answer(*asked: Any) -> tuple[str, bool] | None:
-    """Answer to `_ask`, asked once; a refusal is asked for again after a while."""
+    """Cached answer of `_ask`; a refusal is cached for `HOLDS` seconds only."""
     since, reason = _answers.get(asked, (-math.inf, ("not asked yet", False)))
     if reason is not None and time.monotonic() >= since + HOLDS:
         reason = _ask(*asked)
@@ -118,7 +121,7 @@ def _answer(*asked: Any) -> tuple[str, bool] | None:
 
 
 def _ask(name: str, kind: Kind, revision: str | None, token: Any) -> tuple[str, bool] | None:
-    """None where the hub has the repository or leaves it open; else the reason, and True if the hub denies it."""
+    """None if the hub may have the repository; else the reason, and True if the hub says that it has none."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 

@@ -29,10 +29,10 @@ def is_reference(text: str) -> bool:
 
 
 def resolve(text: str, kind: str, forms: str = FORMS, needs_call: bool = True) -> Any:
-    """Import a function, or any object unless it `needs_call`; ValueError for text without one of the `forms`.
+    """Import a function (with `needs_call=False` any object); ValueError for text in none of the `forms`.
 
-    A training script is not run again: of a file that trains at its top level only what the name needs is executed.
-    `RunsWhenLoaded` where that is what trains.
+    A training script is not run again: if a file trains at its top level, only the statements that the name needs are
+    executed. `RunsWhenLoaded` if these are the ones that train.
     """
     text = text.strip()
     if not is_reference(text):
@@ -56,7 +56,7 @@ def resolve(text: str, kind: str, forms: str = FORMS, needs_call: bool = True) -
 
 
 def check_file(source: str, kind: str) -> Path:
-    """The whole path of a Python file; ValueError where there is none, with the closest name in its folder."""
+    """The absolute path of a Python file; ValueError, with the closest name in its folder, if it does not exist."""
     path = Path(source).expanduser().resolve()
     if not path.is_file():
         there = [entry.name for entry in path.parent.glob("*.py")]
@@ -107,5 +107,5 @@ def _load_file(path: Path) -> Any:
 
 
 def _not_run(what: str, error: BaseException) -> ImportError:
-    """An error of a file that raises, calls sys.exit or is no Python: it must not end the run with its own status."""
+    """The ValueError for a file that raises, calls sys.exit or is not Python, in place of its own exception."""
     return ImportError(f"{what} cannot be imported: {format_error(error)}{place_of(error)}.")

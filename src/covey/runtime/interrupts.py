@@ -1,8 +1,8 @@
-"""Ctrl-C and SIGTERM: answered at once, whatever the main thread is doing, and ending without a traceback.
+"""Ctrl-C and SIGTERM: an immediate answer, whatever the main thread is doing, and an end without a traceback.
 
-Python runs its handlers of signals on the main thread, once a call into C has returned: a backward pass, or the import
-of a library, may take a minute. So a second thread reads each signal from a pipe, says what will happen, keeps the
-deadline and, as a last resort, ends the process.
+Python runs signal handlers on the main thread, and only when a call into C has returned, which may take a minute in a
+backward pass or while a library is imported. Therefore a second thread reads each signal from a pipe, prints what will
+happen, keeps the deadline and, as a last resort, ends the process.
 """
 
 import atexit
@@ -22,40 +22,41 @@ from typing import Any, TypeVar
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
-REPEAT_SECONDS = 5.0  # between two interrupts of a main thread that has caught one and stays
-HANDLER_SECONDS = 0.3  # for Python's handler to interrupt the main thread, before it is sent another signal
+REPEAT_SECONDS = 5.0  # between two interrupts of a main thread that caught the first one and continues
+HANDLER_SECONDS = 0.3  # that Python's handler has to interrupt the main thread before another signal is sent
 CLEANUP_SECONDS = 1.0  # for tasks that an interrupt has cancelled
 LAST_RESORT = 5.0  # seconds from the last request to the end of a process whose main thread does not react
-FORWARD_SECONDS = 2.0  # within which a launcher passes on the Ctrl-C that its processes have received themselves
+FORWARD_SECONDS = 2.0  # in which a launcher forwards a Ctrl-C that its processes have already received
 ANSWERED = "covey_answered"
-"""Attribute of a KeyboardInterrupt about which everything has been said."""
+"""Attribute of a KeyboardInterrupt whose message has already been printed."""
 
 _END, _WAKE = 0, 255  # no signals have these numbers: for the thread that reads them
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised in the main thread by a signal that `Interrupts` has taken."""
+    """Raised in the main thread for a signal that `Interrupts` handles."""
 
 
 class Interrupts:
-    """Takes SIGINT and SIGTERM where nobody else has; the first one ends the work, and a second one the process.
+    """Handles SIGINT and SIGTERM, if no other code does; the first one ends the work, a second one the process.
 
-    Subclasses say in `on_request` what a request does, and in `is_protected` where the main thread is left alone.
+    Subclasses define in `on_request` what a request does, and in `is_protected` when the main thread must not be
+    interrupted.
     """
 
     def __init__(self, farewell: Callable[[], str] = lambda: "covey: stopped"):
-        self.farewell = farewell  # the last line
+        self.farewell = farewell  # the last line that is printed
         self.say: Callable[[str], None] = say
-        self.signal: int | None = None  # by which this process was asked to end
+        self.signal: int | None = None  # the signal by which this process was asked to end
         self._reset()
 
     def _reset(self) -> None:
         self.signal, self.count = None, 0
-        self.cut = False  # the main thread is to leave what it does
+        self.cut = False  # the main thread must stop its work
         self.deadline = self._force_at = math.inf  # by `time.monotonic`
         self._repeat_at = -math.inf  # when the main thread is interrupted again
-        self.leaving = False  # the main thread is on its way out, and is interrupted by further requests alone
-        self._left = False  # it has left
+        self.leaving = False  # the main thread is cleaning up, and only further requests interrupt it
+        self._left = False  # the main thread has left the context
         self._own = 0  # signals that this object has sent itself
         self._asked_at = 0.0
         self._lock = threading.RLock()
@@ -66,14 +67,14 @@ class Interrupts:
     # ---- for subclasses ----------------------------------------------------------------------------------------------
 
     def on_request(self) -> str:
-        """Take a request, the `count`-th; returns what to say. Called on any thread."""
+        """Handle the `count`-th request; returns the line to print. Called on any thread."""
         self.cut = True
         if self.count > 1:
             self.end_now()
         return "covey: stopping"
 
     def on_deadline(self) -> str:
-        """Take the end of the time that a request has left; returns what to say."""
+        """Handle the end of the time that a request has left; returns the line to print."""
         self.cut = True
         return "covey: the time is over; stopping now"
 
@@ -82,16 +83,16 @@ class Interrupts:
         return False
 
     def end_now(self, seconds: float = 0.0) -> None:
-        """End the process, however far it is, unless its main thread has left within `seconds`."""
+        """End the process after `seconds`, unless its main thread has left the context by then."""
         self._force_at = min(self._force_at, time.monotonic() + seconds)
 
     # ---- the context -------------------------------------------------------------------------------------------------
 
     @contextmanager
     def listening(self, enabled: bool = True) -> Iterator[None]:
-        """Take the signals within this context; at its end raise what they stand for: KeyboardInterrupt or SystemExit.
+        """Context in which signals are handled; at its end raises KeyboardInterrupt or SystemExit if one was received.
 
-        An error of work that was cut short is the interrupt's doing, and is left out.
+        An error of work that was interrupted is dropped, because the interrupt caused it.
         """
         self._reset()
         main = enabled and threading.current_thread() is threading.main_thread()
@@ -153,7 +154,7 @@ class Interrupts:
                 self._keep_time()
 
     def _take(self) -> bool:
-        """Take the signals in the pipe; False at its end."""
+        """Handle the signals in the pipe; False at its end."""
         with suppress(BlockingIOError):
             for number in os.read(self._reads, 64):
                 if number == _END:
@@ -195,7 +196,7 @@ class Interrupts:
             signal.pthread_kill(self._main, self._numbers[0])
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Python's handler, on the main thread. The other thread may have taken the signal, or not run since."""
+        """Python's signal handler, on the main thread. The other thread may or may not have handled the signal."""
         if os.getpid() != self._pid:  # a forked worker
             raise Interrupted
         if self._left:
@@ -214,7 +215,7 @@ class Interrupts:
 
 
 def interruptible(function: F) -> F:
-    """Decorator: Ctrl-C ends the call with an answer at once, and without a traceback."""
+    """Decorator of a function that Ctrl-C ends with an immediate answer and without a traceback."""
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -225,7 +226,7 @@ def interruptible(function: F) -> F:
 
 
 def run_alone(work: Coroutine[Any, Any, T]) -> T:
-    """As `asyncio.run`, but an interrupt, which ends whichever task it meets, is raised once and logged by none."""
+    """As `asyncio.run`, but an interrupt, which may end any task, is raised once and not logged."""
     import asyncio  # not for each command
 
     with asyncio.Runner() as runner:
@@ -250,13 +251,13 @@ def is_taken() -> bool:
 
 
 def say(line: str) -> None:
-    """Write a line to stderr, from a thread or a handler: `print` may be at work."""
+    """Write a line to stderr from a thread or signal handler, which may have interrupted a `print`."""
     with suppress(OSError):
         os.write(2, f"{line}\n".encode())
 
 
 def answered(line: str) -> KeyboardInterrupt:
-    """A KeyboardInterrupt that is shown as this line alone, which has been said."""
+    """A KeyboardInterrupt that is shown as this line only, which has already been printed."""
     error = KeyboardInterrupt(line)
     setattr(error, ANSWERED, True)
     error._render_traceback_ = lambda: [f"KeyboardInterrupt: {line}"]  # type: ignore[attr-defined] # of IPython
@@ -274,7 +275,7 @@ _pipes: set[int] = set()  # of objects that listen, the outer ones too
 
 
 def _show_no_traceback() -> None:
-    """Leave out tracebacks of interrupts that have been answered, and of those raised where none can leave."""
+    """Hide tracebacks of interrupts that have been answered, also of interrupts raised in finalizers."""
     if getattr(sys.excepthook, ANSWERED, False):
         return
     shows, warns = sys.excepthook, sys.unraisablehook
@@ -300,7 +301,7 @@ def _show_no_traceback() -> None:
 
 
 def _forget_pipes() -> None:
-    """In a forked process: signals that it gets are no requests to its parent."""
+    """Called in a forked process, so that its signals are not read as requests to its parent."""
     if _pipes:
         signal.set_wakeup_fd(-1)
         _pipes.clear()

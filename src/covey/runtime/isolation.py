@@ -1,4 +1,4 @@
-"""Functions in warm child processes that can be killed (`covey.runtime.function_worker`). Imports no torch."""
+"""Functions in reusable child processes that can be killed (`covey.runtime.function_worker`). Does not import torch."""
 
 import functools
 import io
@@ -26,21 +26,21 @@ WORKER = Path(__file__).with_name("function_worker.py")
 WATCH_SECONDS = 0.05
 MARK_BYTES = 16
 MAX_REPLY = 1 << 26  # bytes
-DEFAULT_LIMITS = Quota(memory=4.0, processes=64)  # those of `isolated`
+DEFAULT_LIMITS = Quota(memory=4.0, processes=64)  # defaults of `isolated`
 
 
 def isolated(function: Any = None, *, memory: float = 4.0, processes: int = 64, start: float = 120.0) -> Any:
-    """Mark a reward function to run in a process of its own, which is killed if it crashes, is late or passes a limit.
+    """Mark a reward function to run in a process of its own, which is killed if late or over a limit.
 
     Args:
         function: defined at the top level of a module, or an object that can be pickled; its state stays there.
         memory: GiB that its process and those it starts may use together (on Linux).
-        processes: number of these processes.
-        start: seconds for its process to start and import its file, when the trainer is made. When it is started again,
-            calls wait for it until their own deadlines.
+        processes: most processes at a time.
+        start: seconds for its process to start and import its file, when the trainer is created. When the process is
+            started again, calls wait for it until their own deadlines.
 
     Raises:
-        CheckError: a limit that is not positive, or infinite; or an object that takes no mark.
+        CheckError: a limit is not positive or not finite, or the object cannot be marked.
     """
     if not (0 < memory < math.inf and processes > 0 and processes % 1 == 0 and 0 < start < math.inf):
         raise CheckError.of(
@@ -55,7 +55,7 @@ def isolated(function: Any = None, *, memory: float = 4.0, processes: int = 64, 
     except AttributeError as error:
         raise CheckError.of(
             "reward-isolation",
-            f"isolated({function!r}): a {type(function).__name__} takes no mark.",
+            f"isolated({function!r}): a {type(function).__name__} cannot be marked.",
             "Mark a function that calls it, or set reward_isolation='process'.",
         ) from error
     return function
@@ -70,7 +70,7 @@ class WorkerLate(WorkerFailed):
 
 
 class FunctionWorker:
-    """Child process that runs one function, one call at a time; killed when it is late, replaced when it has ended.
+    """A child process that runs one function, one call at a time; killed when a call is late, replaced after it ended.
 
     It is a new interpreter with this one's `sys.path`: `multiprocessing` would run the user's training script again, or
     fork a process that holds CUDA and threads. It ends with this process, or when nothing refers to this object. A
@@ -94,9 +94,9 @@ class FunctionWorker:
         self._process: ChildProcess | None = None
 
     def start(self, seconds: float = math.inf) -> None:
-        """Start the process unless it runs; RuntimeError, also from `call`, if it cannot load the function.
+        """Start the process unless it is running; RuntimeError, also from `call`, if it cannot load the function.
 
-        WorkerLate if it needs longer than `seconds`: it is not ended before its own time to start is over.
+        WorkerLate if that takes longer than `seconds`; the process still has the rest of its own time to start.
         """
         with self._lock:
             self._running(time.monotonic() + seconds)
@@ -159,7 +159,7 @@ class FunctionWorker:
         return process
 
     def _send(self, process: ChildProcess, request: bytes, until: float) -> bytes:
-        """Send a request, whose reply `_receive` must read; the mark of that."""
+        """Send a request and return its mark; `_receive` must read the reply."""
         stdin, mark = process.process.stdin, os.urandom(MARK_BYTES // 2).hex().encode()
         assert stdin is not None
         self._until[0] = until
@@ -169,7 +169,7 @@ class FunctionWorker:
         return mark
 
     def _receive(self, process: ChildProcess, mark: bytes, until: float) -> dict[str, Any]:
-        """Read the reply to a request; anything that prevents this ends the process."""
+        """Read the reply to a request; after any error the process is ended."""
         pipes = process.process
         assert pipes.stdout is not None
         self._until[0] = until
@@ -204,7 +204,7 @@ class FunctionWorker:
             reply = json.loads(answer, object_hook=self._decode)
         except (ValueError, RecursionError) as error:
             raise WorkerFailed(f"its answer cannot be read: {error}") from error
-        return reply if isinstance(reply, dict) else {"raised": ("TypeError", "its answer is no reply", "")}
+        return reply if isinstance(reply, dict) else {"raised": ("TypeError", "its answer is not a reply", "")}
 
     def _cause(self, status: int) -> str:
         if status in OVER_LIMITS:
@@ -235,7 +235,7 @@ def _by_file(name: str, path: Path) -> bytes:
 
 
 def isolation_of(function: Any) -> Quota | None:
-    """Limits of a function that `isolated` marked, also in a `partial`."""
+    """Limits of a function marked with `isolated`, also inside a `partial`; None without the mark."""
     while isinstance(function, functools.partial) and not hasattr(function, "covey_isolated"):
         function = function.func
     limits = getattr(function, "covey_isolated", None)
@@ -243,7 +243,7 @@ def isolation_of(function: Any) -> Quota | None:
 
 
 def check_sendable(function: Callable[..., Any]) -> None:
-    """ValueError for a function that cannot be sent to a process of its own."""
+    """Raise ValueError for a function that cannot be sent to a process of its own."""
     _by_pickle(function)
 
 
@@ -259,7 +259,7 @@ def _by_pickle(function: Callable[..., Any]) -> bytes:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickler that collects the modules of functions and classes, and refuses what would not be the same there."""
+    """Pickler that collects the modules of functions and classes, and refuses objects that cannot be moved."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)

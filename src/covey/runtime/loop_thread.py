@@ -25,14 +25,14 @@ RESPONSE_SECONDS = 1.0  # a loop that runs no callback for this long is blocked
 
 
 class LoopThread:
-    """Event loop on a daemon thread, started with the first coroutine.
+    """An event loop on a daemon thread, which is started with the first coroutine.
 
     The loop ends with `close`, or soon after the last reference to this object. A coroutine that raises SystemExit or
-    stops the loop ends only itself. If one blocks the loop beyond a deadline, its thread is abandoned, as that of any
-    late call: it is asked once to stop, is in the `LateCalls` of the function that blocks it until it answers again,
-    and ends with the last of its coroutines. The next coroutine starts another thread.
+    stops the loop only ends itself. If one blocks the loop beyond a deadline, its thread is abandoned like that of any
+    late call: it gets one exception that asks it to stop, is counted in the `LateCalls` of the function that blocks it
+    until it responds again, and ends with the last of its coroutines. The next coroutine starts another thread.
 
-    With `no_grad` gradients are off there, and the CUDA device is that of the thread that makes this object.
+    With `no_grad`, gradients are off in the thread. Its CUDA device is that of the thread that creates this object.
     """
 
     def __init__(self, name: str, no_grad: bool = False):
@@ -41,7 +41,7 @@ class LoopThread:
         self._lock = threading.Lock()
 
     def is_current_thread(self) -> bool:
-        """True for code that runs on the loop, and so must not wait for it."""
+        """True if the caller runs on the loop's thread, and therefore must not wait for it."""
         return self._current is not None and threading.current_thread() is self._current.thread
 
     def start(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
@@ -55,7 +55,7 @@ class LoopThread:
         return future
 
     def wait(self, future: "Future[T]", seconds: float | None = None) -> T:
-        """Result of what `start` returned, for a thread without an event loop; CallTimeout cancels a late one."""
+        """Result of a future from `start`, for a thread without an event loop; CallTimeout cancels a late one."""
         if not concurrent.futures.wait([future], seconds).done:
             future.cancel()
             current = self._current
@@ -65,7 +65,7 @@ class LoopThread:
         return future.result()
 
     def run(self, work: Coroutine[Any, Any, T], seconds: float | None = None) -> T:
-        """`wait` for a coroutine; Ctrl-C cancels it, too."""
+        """Run a coroutine and `wait` for its result; Ctrl-C cancels it, too."""
         future = self.start(work)
         try:
             return self.wait(future, seconds)
@@ -107,7 +107,7 @@ class LoopThread:
             future.cancel()
 
     def close(self, seconds: float = 0.0) -> bool:
-        """Cancel all coroutines and end the thread, within `seconds` if True; a later coroutine starts another."""
+        """Cancel all coroutines and end the thread; True if it ended within `seconds`."""
         with self._lock:
             current, self._current = self._current, None
         return current is None or current.end(seconds)
@@ -119,7 +119,7 @@ class LoopThread:
             return self._current
 
     def _abandon(self, blocked: "_RunningLoop") -> None:
-        """Leave a blocked loop behind; each late call that finds it blocked asks its thread once to stop."""
+        """Abandon a blocked loop; each late call that finds it blocked raises one exception in its thread."""
         with self._lock:
             if self._current is blocked:
                 self._current = None
@@ -133,7 +133,7 @@ class LoopThread:
 
 
 class _RunningLoop:
-    """One event loop and its thread, with a weak owner; once `abandoned` it ends with its last future."""
+    """One event loop and its thread, with a weak reference to its owner; `abandoned`, it ends with its last future."""
 
     def __init__(self, owner: LoopThread, name: str, settings: Callable[[], AbstractContextManager[None]]):
         self.loop = asyncio.new_event_loop()
@@ -162,7 +162,7 @@ class _RunningLoop:
         return answer
 
     def blocking_calls(self) -> set[LateCalls]:
-        """Of the call that runs now; of all calls under way where a task that a call has started runs."""
+        """`LateCalls` of the call that runs now, or of all running calls if a task started by one of them runs."""
         running = asyncio.current_task(self.loop)
         if running is not None and running in _calls:
             return {_calls[running]}
@@ -222,7 +222,7 @@ _calls: weakref.WeakKeyDictionary[asyncio.Task[Any], LateCalls] = weakref.WeakKe
 
 
 def begin_call(late: LateCalls) -> None:
-    """Note whose function the current task calls: if it blocks the loop, the loop counts among its late calls."""
+    """Record which function the current task calls: if it blocks the loop, the loop counts as a late call of it."""
     task = asyncio.current_task()
     assert task is not None, "runs in a coroutine"
     _calls[task] = late
@@ -230,9 +230,9 @@ def begin_call(late: LateCalls) -> None:
 
 @atexit.register
 def _cancel_tasks() -> None:
-    """Cancel coroutines under way: a thread in torch at the end of Python (before 3.14) aborts the process.
+    """Cancel running coroutines: a thread inside torch when Python (before 3.14) exits aborts the process.
 
-    The loops stay, since finalizers that close environments may need them.
+    The loops are kept, since finalizers that close environments may need them.
     """
     loops = [running for running in _running if running.thread.is_alive()]
     for running in loops:
@@ -245,7 +245,7 @@ _sent: weakref.WeakKeyDictionary[Loop, weakref.WeakKeyDictionary[Loop, Callbacks
 
 
 def send_to(receiver: Loop, callback: Callable[[], Any]) -> None:
-    """Run `callback()` in another event loop; those of one iteration of this loop run in one iteration of that."""
+    """Run `callback()` in another event loop; those of one iteration here run in one iteration there."""
     sender = asyncio.get_running_loop()
     callbacks = _sent.setdefault(sender, weakref.WeakKeyDictionary()).setdefault(receiver, [])
     callbacks.append(callback)

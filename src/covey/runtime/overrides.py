@@ -1,4 +1,4 @@
-"""Overrides of methods that change nothing, recognised by their source."""
+"""Recognition, by their source, of overridden methods that do not change behaviour."""
 
 import ast
 import inspect
@@ -7,7 +7,7 @@ from typing import Any
 
 READS = frozenset(["print", "len", "type", "isinstance", "repr", "str", "min", "max", "sum", "range", "time"])
 NOTES = frozenset(["debug", "info", "warning", "error", "log", "append", "write", "time", "perf_counter", "monotonic"])
-"""Functions, and names of methods, that a method may call around its `super()` and still change nothing."""
+"""Names of functions and methods that an override may call next to `super()` without changing behaviour."""
 
 
 def passes_through(function: Any, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Installed packages."""
+"""Versions of installed packages."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -10,12 +10,12 @@ OWN = ("covey", "covey_tools")
 
 
 def is_own(module: Any) -> bool:
-    """True for the name of a module of this project's."""
+    """True for the name of a module of this project."""
     return str(module).partition(".")[0] in OWN
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Versions of those that are installed."""
+    """Versions of those of the packages that are installed."""
     found = {}
     for name in packages:
         with suppress(PackageNotFoundError):

@@ -2,10 +2,10 @@
 
 `covey.runtime.child_process` runs it by path, so it imports only modules of the standard library that load fast. It
 ends all processes when the command ends (whose exit status it takes), when the requesting process ends or closes the
-pipe (seen by the pipe, or by another parent where a forked process keeps that open), or on SIGTERM, SIGINT or SIGHUP.
+pipe (if a forked process keeps the pipe open, a changed parent id shows it), or on SIGTERM, SIGINT or SIGHUP.
 On Linux, descendants outside of the process group are ended as well (it is a "subreaper"), and the kernel kills the
-command if this program is killed. With limits (other than 0) it also ends all when they need more MEMORY (resident
-bytes) or are more PROCESSES. The command has DESCRIPTOR (unless -1) as its descriptor 3.
+command if this program is killed. With limits (other than 0) it also ends all processes when they use more than MEMORY
+(resident bytes) or are more than PROCESSES. The command gets DESCRIPTOR (unless -1) as its file descriptor 3.
 
 usage: guard.py PARENT_PID PIPE GRACE MEMORY PROCESSES DESCRIPTOR COMMAND [ARGUMENT ...]
 """
@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
 
 
 def _limit_passed(memory: int, processes: int) -> int:
-    """Exit status that stands for a limit, or 0."""
+    """Exit status for an exceeded limit, or 0."""
     running = _listed_descendants(processes)
     if len(running) > processes:
         return OVER_PROCESSES
@@ -127,7 +127,7 @@ def _end(child: int, grace: float, linux: bool) -> dict[int, int]:
 
 
 def _send(one: int, number: int, signalled: set[int]) -> None:
-    """Send a signal once; a negative number is a process group."""
+    """Send a signal to a process, or for a negative number to a process group."""
     if one not in signalled:
         signalled.add(one)
         with suppress(ProcessLookupError, PermissionError):  # it has ended, or became another user's
@@ -147,9 +147,9 @@ def _descendants() -> set[int]:
 
 
 def _listed_descendants(limit: int) -> set[int]:
-    """The same by the kernel's lists of children: fast, but it may miss one while another ends.
+    """Ids of all processes below this one, by the kernel's lists of children: fast, but may miss one as another ends.
 
-    Looking ends once there are more than `limit`, as forks may be faster than it.
+    The search stops once there are more than `limit`, because a program may fork faster than they can be listed.
     """
     found: set[int] = set()
     todo = {os.getpid()}
@@ -166,7 +166,7 @@ def _listed_descendants(limit: int) -> set[int]:
 
 
 def _resident(pid: int) -> int:
-    """Bytes of memory that a process holds; 0 once it has ended."""
+    """Resident bytes of a process; 0 if it has ended."""
     with suppress(OSError, IndexError), open(f"/proc/{pid}/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0

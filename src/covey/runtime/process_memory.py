@@ -1,4 +1,4 @@
-"""Memory of the process: what it can get, errors that mean it ran out, and the C library's reuse of freed blocks."""
+"""Memory of the process: how much it can get, errors of running out, and reuse of freed blocks by the C library."""
 
 import ctypes
 import re
@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 OUT_OF_MEMORY_TEXTS = ("out of memory", "not enough memory", "can't allocate memory", "alloc_failed")
-"""In messages of allocators and libraries that raise a plain RuntimeError; the last is cuBLAS's and cuDNN's status."""
+"""Parts of messages of allocators and libraries that raise a plain RuntimeError; the last is of cuBLAS and cuDNN."""
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of mallopt(3)
 HEAP_BLOCK_BYTES = (1 << 30, 1 << 25)  # larger blocks do not come from the heap; some versions accept only the second
@@ -30,7 +30,7 @@ GROUPS, MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def available_memory(groups: Path | None = None, mount: Path | None = None) -> int:
-    """Bytes that can be allocated without swapping: of the machine, or what the process's control groups leave."""
+    """Bytes that can be allocated without swapping, by the machine and the limits of the process's control groups."""
     free: int = psutil.virtual_memory().available
     for group, (limit, usage, reclaimable) in _groups(groups or GROUPS, mount or MOUNT):
         with suppress(OSError, ValueError):  # no such file, or "max"
@@ -41,7 +41,7 @@ def available_memory(groups: Path | None = None, mount: Path | None = None) -> i
 
 
 def total_memory(groups: Path | None = None, mount: Path | None = None) -> int:
-    """Bytes of the machine, or the smallest limit of the process's control groups, as of a container."""
+    """Bytes of memory of the machine, or the smallest limit of the process's control groups (a container)."""
     total: int = psutil.virtual_memory().total
     for group, (limit, _, _) in _groups(groups or GROUPS, mount or MOUNT):
         with suppress(OSError, ValueError):
@@ -77,7 +77,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def reuse_freed_memory() -> None:
-    """Make glibc reuse freed blocks instead of returning them to the kernel; nothing with another C library.
+    """Make glibc reuse freed blocks instead of returning them to the kernel; does nothing with another C library.
 
     It saves hundreds of thousands of page faults per step on a CPU, and costs memory (docs/scale.md).
     """
@@ -88,16 +88,16 @@ def reuse_freed_memory() -> None:
 
 
 def share_one_heap() -> None:
-    """Make threads that start from now on use one heap of glibc's, so that what one frees another can have.
+    """Make threads that start from now on share one heap of glibc, so that one can reuse memory that another has freed.
 
-    Threads that take turns would otherwise keep freed memory of their own each.
+    Otherwise each thread would keep its own freed memory.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").mallopt(M_ARENA_MAX, 1)
 
 
 def return_freed_memory() -> None:
-    """Give blocks that glibc and MKL keep for reuse by a thread back to the kernel; nothing may be computing."""
+    """Return blocks that glibc and MKL keep for reuse to the kernel; no thread may be computing."""
     import torch
 
     with suppress(OSError, AttributeError):  # torch without MKL

@@ -6,18 +6,18 @@ from functools import cache
 from pathlib import Path
 
 ISAS_WITHOUT_BF16 = frozenset({"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI"})
-"""Values of oneDNN's ONEDNN_MAX_CPU_ISA under which it multiplies no bfloat16."""
+"""Values of the variable ONEDNN_MAX_CPU_ISA with which oneDNN does not use bfloat16 instructions."""
 ISAS_WITHOUT_INT8 = frozenset({"SSE41", "AVX", "AVX2", "AVX512_CORE"})
-"""Its values under which it has no instructions for sums of int8 products."""
+"""Values of ONEDNN_MAX_CPU_ISA with which oneDNN does not use int8 instructions."""
 
 
 @cache
 def onednn_is_faster(few_rows: bool = False) -> bool:
-    """True where oneDNN takes clearly less time than MKL: on AMD's processors, with AVX2 alone only for few rows.
+    """True if oneDNN is clearly faster than MKL: on AMD's processors; with AVX2 only, for few rows.
 
-    MKL has no kernels with AVX-512 for them; with AVX2 oneDNN is faster for 2 to 64 rows, as in a decoding step. It is
-    a rule and not measured, because the libraries round differently: a run that is repeated or resumed must take the
-    same.
+    MKL has no AVX-512 kernels for them; with AVX2 oneDNN is faster for 2 to 64 rows, as in a decoding step. This is a
+    rule rather than a measurement, because the libraries round differently, and a repeated or resumed run must use the
+    same one.
     """
     import torch
 

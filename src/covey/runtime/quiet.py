@@ -1,4 +1,4 @@
-"""Progress bars of libraries, left out where Covey shows its own progress; and Covey's warnings, without its code."""
+"""Hiding of libraries' progress bars, next to Covey's own, and of source lines in Covey's warnings."""
 
 import sys
 import warnings
@@ -11,7 +11,7 @@ from covey.runtime.packages import is_own
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """Show no progress bars of transformers and datasets but those of downloads; also a decorator."""
+    """Context (or decorator) that hides progress bars of transformers and datasets, except those of downloads."""
     import datasets
     from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
     from transformers.utils import logging
@@ -32,9 +32,9 @@ def without_bars() -> Iterator[None]:
 
 
 def show_own_warnings_plainly() -> None:
-    """Show Covey's own warnings as their text alone: a line of its code tells a user nothing.
+    """Show Covey's own warnings as text, without the line of Covey's code.
 
-    Where another program has chosen how warnings are shown, as a test runner or a logger does, that stays.
+    If another program has set how warnings are shown, such as a test runner or a logger, nothing is changed.
     """
     usual, shows = (getattr(warnings, name, None) for name in ("_showwarning_orig", "_showwarnmsg_impl"))
     if usual is None or warnings.showwarning is not usual or getattr(shows, "__module__", None) != "warnings":
@@ -52,7 +52,7 @@ def show_own_warnings_plainly() -> None:
 
 
 def _warns_from_covey() -> bool:
-    """True where the innermost function that is not of the module `warnings` is one of Covey's."""
+    """True if the innermost function outside of the module `warnings` is one of Covey's."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__") == "warnings":
         frame = frame.f_back

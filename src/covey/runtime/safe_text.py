@@ -1,4 +1,4 @@
-"""Text that may be shown: without control characters of terminals and without secrets."""
+"""Text that is safe to show: without control characters of terminals and without secrets."""
 
 import dataclasses
 import functools
@@ -11,14 +11,14 @@ _CONTROLS = [*range(0x20), *range(0x7F, 0xA0), *_DIRECTIONS, *range(0xD800, 0xE0
 ESCAPES = {
     code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _CONTROLS if chr(code) not in "\n\t"
 }
-"""How control characters (ASCII, C1, those of lines and directions) and halves of surrogate pairs are shown."""
+"""Replacements of control characters (ASCII, C1, lines, text direction) and of halves of surrogate pairs."""
 
 _NAME = (
     r"(?:(?:api|access|auth|bearer)?(?:token|key)|tokens|secret|credential|cookie|password|passwd|pwd"
     r"|passphrase|jwt|pat|sig|signature|auth(?:orization)?|bearer)s?"
 )
 SECRET = re.compile(rf"(.*[_\- ])?{_NAME}")
-"""Names of entries that hold a secret, where they hold more than a number; in lower case with underscores."""
+"""Names of entries that hold a secret, unless the value is a number; in lower case with underscores."""
 _QUOTE = r"""(?:\\?["'])?"""
 IN_TEXT = (
     re.compile(
@@ -30,11 +30,11 @@ IN_TEXT = (
     re.compile(r"(\bBearer )[\w.~+/=-]{16,}"),
     re.compile(r"(?<![\w-])(hf_|sk-|gh[a-z]_|github_pat_|glpat-|AKIA)[\w-]{16,}"),
 )
-"""Secrets in a text, after their group: values of a name (8 characters or more), of a flag, as services write them."""
+"""Secrets in a text: values of a named entry (8 characters or more) or flag, and keys in the form of services."""
 
 
 def printable(text: str) -> str:
-    r"""The text with control characters escaped, so that what a model or a server wrote cannot steer a terminal.
+    r"""The text with control characters escaped, so that text from a model or a server cannot control the terminal.
 
     Example:
         >>> printable("\x1b[2Jgone")
@@ -44,7 +44,7 @@ def printable(text: str) -> str:
 
 
 def without_secrets(value: Any) -> Any:
-    """A value without secrets: entries, pairs and flags that are named after a token or key, and such parts of texts.
+    """A copy of a value with secrets hidden: entries, pairs and flags named after a token or key, and parts of texts.
 
     Containers are copied, at every depth; a dataclass or named tuple that holds a secret becomes a dictionary.
     """

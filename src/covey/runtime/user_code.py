@@ -1,4 +1,4 @@
-"""Protection against code that users wrote: its exceptions, the data it is given, and the process state it changes."""
+"""Protection against users' code: its exceptions, the data that it gets, and the process state that it changes."""
 
 import asyncio
 import functools
@@ -28,14 +28,14 @@ INSTALLED = tuple(
     str(folder) + os.sep
     for folder in (*(Path(__file__).parents[2] / name for name in OWN), Path(sysconfig.get_paths()["stdlib"]))
 )
-"""Folders of Covey and of Python's own modules."""
+"""Folders of Covey and of Python's standard library."""
 
 MAX_MESSAGE_CHARS = 500
 MAX_VALUE_CHARS = 120
 
 
 class UserCodeError(Exception):
-    """Exception raised by a user's code; wrapped, since some exceptions cannot pass through a coroutine."""
+    """Wrapper of an exception that a user's code raised, since some exceptions cannot pass through a coroutine."""
 
     def __init__(self, error: BaseException):
         self.text = format_error(error)  # where the code ran, under its deadline
@@ -45,7 +45,7 @@ class UserCodeError(Exception):
         self.error = error
 
     def release(self) -> str:
-        """Return the text with its place and drop the exception, whose traceback keeps the user's objects alive."""
+        """Return the text with its location, and drop the exception, whose traceback keeps the user's objects alive."""
         self.error = RuntimeError(self.text)
         return self.text + self.place
 
@@ -60,7 +60,7 @@ def settle(future: "Future[T]", result: Any = None, error: BaseException | None 
 
 
 def format_error(error: BaseException) -> str:
-    """Type and message of an exception, without secrets; even of one whose `__str__` fails.
+    """Type and message of an exception, without secrets, even if its `__str__` fails.
 
     `__str__` is the user's code and may not return: call this under the deadline of the code that raised.
     """
@@ -73,9 +73,9 @@ def format_error(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """The line of the user's code that failed, as ` (rewards.py, line 12)`; empty where no file of the user's is known.
+    """The line of the user's code that failed, as ` (rewards.py, line 12)`; empty if no file of the user is known.
 
-    The last one that is neither Covey's nor of an installed package: where the user's call of a library failed.
+    It is the last line that is neither in Covey nor in an installed package.
     """
     if isinstance(error, SyntaxError):
         return ""  # which says it itself
@@ -101,7 +101,7 @@ def _is_of_the_user(file: str) -> bool:
 
 
 def report(findings: Iterable[Finding]) -> None:
-    """Warn of the findings of checks, then raise one `CheckError` with those that are errors."""
+    """Warn of each finding that is not an error, then raise one `CheckError` with all errors."""
     found = list(dict.fromkeys(findings))  # two datasets may lack the same
     for finding in found:
         if finding.level == "warning":
@@ -111,7 +111,7 @@ def report(findings: Iterable[Finding]) -> None:
 
 
 def warn(message: str | Warning, category: type[Warning] = UserWarning) -> None:
-    """Warn at the user's line that led here, however deep the caller is; without one, at the first outside of Covey."""
+    """Warn at the innermost line of the user's code on the stack, or else the innermost line outside of Covey."""
     frame, level, outside = sys._getframe(1), 2, 0
     while not _is_of_the_user(frame.f_code.co_filename):
         # The `__init__` that dataclasses generate for a class of the user's stands in the user's module.
@@ -126,7 +126,7 @@ def warn(message: str | Warning, category: type[Warning] = UserWarning) -> None:
 
 
 def format_value(value: Any) -> str:
-    """Shortened `repr` and type of a value, even of one whose `__repr__` fails."""
+    """Shortened `repr` and type of a value, even if its `__repr__` fails."""
     try:
         text = repr(value)
     except Exception as error:
@@ -145,7 +145,7 @@ def unwrap_partial(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """True for an `async def` and an object with an async `__call__`, also in a `functools.partial`."""
+    """True for an `async def`, an object with an async `__call__`, and a `functools.partial` of these."""
     function = unwrap_partial(function)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
@@ -168,7 +168,7 @@ def call_and_wait(function: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
 
 
 def call_all(*steps: Callable[[], Any]) -> None:
-    """Call all, in this order, also where one raises; the first error is raised at the end."""
+    """Call all functions in order, even if one raises; the first error is raised at the end."""
     errors: list[BaseException] = []
     for step in steps:
         try:
@@ -225,7 +225,7 @@ class PlainCopies:
 
 
 def unsaveable_part(value: Any, name: str) -> str | None:
-    """The first part of a value that no checkpoint, loaded without running code, can hold; None if there is none."""
+    """Description of the first part of a value that a checkpoint of plain data cannot hold; None without any."""
     from torch import Tensor
 
     kind, saveable = type(value), (*SAVEABLE, Tensor)
@@ -248,12 +248,12 @@ def unsaveable_part(value: Any, name: str) -> str | None:
 
 
 class ProcessStateWarning(UserWarning):
-    """A tool, an environment or a reward changed the state of the process; the change was reverted."""
+    """Warning that a tool, an environment or a reward changed the state of the process, and the change was reverted."""
 
 
 @contextmanager
 def preserve_process_state() -> Iterator[None]:
-    """Revert changes of what `_state` lists, with a warning; not of environment variables and import paths."""
+    """Context that reverts, with a warning, changes of the state that `_state` lists."""
     before = _state()
     try:
         yield
@@ -300,7 +300,7 @@ def _set_stop_handlers(handlers: list[Any]) -> None:
 
 
 def _fill_streams(were_open: list[int]) -> None:
-    """Lead closed standard streams to nothing, or the next file would get their numbers, and what is printed."""
+    """Open closed standard streams on the null device; else the next opened file would get their output."""
     for number in were_open:  # a new one gets the lowest number that is free
         try:
             os.fstat(number)

@@ -1,16 +1,16 @@
-"""Waiting of the threads that torch computes with: for a moment at full speed, then asleep.
+"""Waiting of torch's threads between operations: in a short busy loop, then asleep.
 
 Between two parallel operations the threads of an OpenMP runtime wait for the next one in a loop. libgomp, which torch's
-wheels for Linux bring, stays in this loop for 300,000 rounds, several milliseconds, before a thread sleeps. That is
-fast on a machine that has nothing else to do. Where another program needs the cores, a thread waits in its loop for one
-that the system has put aside, and keeps a core from those that have work: two runs on two cores take many times as long
-as one after the other. With a short loop nothing is lost on a quiet machine, since the next operation mostly comes
+wheels for Linux bring, stays in this loop for 300,000 rounds, several milliseconds, before a thread sleeps. This
+is fast on an idle machine. If another program needs the cores, a thread in this loop may wait for a thread that the
+system has suspended, and keep the core from threads that have work: two runs on two cores then take many times as long
+as one after the other. With a short loop nothing is lost on an idle machine, since the next operation usually follows
 within microseconds.
 
 The runtimes read environment variables when they are loaded, with torch, and children inherit these. So `import covey`
-sets them, unless they are set or `OMP_WAIT_POLICY` is: `GOMP_SPINCOUNT` of libgomp and, for the runtime of LLVM and
-Intel that other builds of torch bring, `KMP_BLOCKTIME` in milliseconds. Where torch was imported before, the second
-runtime can still be set, and libgomp cannot.
+sets them, unless they or `OMP_WAIT_POLICY` are set: `GOMP_SPINCOUNT` for libgomp and, for the runtime of LLVM and
+Intel in other builds of torch, `KMP_BLOCKTIME` in milliseconds. If torch was imported before, the second runtime can
+still be set, but libgomp cannot.
 """
 
 import os
@@ -24,16 +24,16 @@ from typing import NamedTuple
 
 POLICY = "OMP_WAIT_POLICY"  # of OpenMP's standard, which both runtimes read
 BRIEFLY = {"GOMP_SPINCOUNT": "4000", "KMP_BLOCKTIME": "1"}
-"""Rounds of libgomp's loop, 0.1 to 0.2 ms by the processor, and milliseconds of the other runtime's, its least."""
+"""Rounds of libgomp's loop (0.1 to 0.2 ms, by the processor), and the smallest milliseconds of the other runtime."""
 RUNTIMES = {"GOMP_SPINCOUNT": "libgomp", "KMP_BLOCKTIME": "libiomp5?|libomp"}
 """Names of libraries that read each variable."""
 
 
 class Waiting(NamedTuple):
-    """Way of waiting of the threads of this process, as `import covey` found or chose it."""
+    """How this process's threads wait, as `import covey` found or set it."""
 
     given: dict[str, str]  # variables that were set before, by the user or by a parent process
-    late: tuple[str, ...]  # variables that a runtime has not read, as it was loaded before they were set
+    late: tuple[str, ...]  # variables that had no effect, because the runtime was loaded before they were set
 
     def __str__(self) -> str:
         if POLICY in self.given:
@@ -46,14 +46,14 @@ class Waiting(NamedTuple):
 
     @property
     def advice(self) -> str:
-        """Advice for threads that do not sleep, as their runtime was loaded too early."""
+        """Advice for threads that do not sleep because their runtime was loaded too early."""
         return f"Import covey first, or set {' and '.join(f'{name}={BRIEFLY[name]}' for name in self.late)}."
 
 
 def choose() -> Waiting:
-    """Let threads sleep after a short loop, here as far as no runtime is loaded yet, and in child processes.
+    """Make threads sleep after a short loop, in this process if its runtime is not loaded yet, and in child processes.
 
-    What is set in the environment is left as it is, and no variable is set where `OMP_WAIT_POLICY` is.
+    Variables that are already set are not changed, and none is set if `OMP_WAIT_POLICY` is.
     """
     given = {name: os.environ[name] for name in (POLICY, *BRIEFLY) if name in os.environ}
     if POLICY in given:
@@ -65,7 +65,7 @@ def choose() -> Waiting:
 
 
 def loaded_runtimes(variable: str) -> list[str]:
-    """Files of the OpenMP runtimes in this process that read a variable and that torch computes with, or would."""
+    """Files of the OpenMP runtimes in this process that read a variable and that torch uses, or would use."""
     with suppress(OSError):
         return runtimes_in(Path("/proc/self/maps").read_text(), variable)
     torch = sys.modules.get("torch")  # a system without /proc
@@ -84,7 +84,7 @@ def runtimes_in(files: str, variable: str) -> list[str]:
 
 
 def _told(path: str) -> bool:
-    """Tell a runtime that is loaded how long to wait; False if it has no function for that, as libgomp."""
+    """Set the waiting time of a loaded runtime; False if it has no function for that, such as libgomp."""
     import ctypes
 
     with suppress(OSError, AttributeError):
@@ -94,7 +94,7 @@ def _told(path: str) -> bool:
 
 
 class CoreUse(NamedTuple):
-    """Seconds of the cores that this process may use, since the machine started."""
+    """Seconds since the machine started, and seconds of computing on the cores that this process may use."""
 
     clock: float  # of the machine
     busy: float  # of all programs, over these cores
@@ -117,14 +117,14 @@ class CoreUse(NamedTuple):
 
 
 def cores() -> Sequence[int]:
-    """Numbers of the cores that this process may use."""
+    """Ids of the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return range(os.cpu_count() or 1)
 
 
 def used_by_others(before: CoreUse, after: CoreUse) -> float:
-    """Cores, on average, that other programs used between two readings; 0 where no time has passed."""
+    """Average number of cores that other programs used between two readings; 0 if no time has passed."""
     seconds = after.clock - before.clock
     return max(0.0, (after.busy - before.busy) - (after.own - before.own)) / seconds if seconds > 0 else 0.0
 

@@ -39,11 +39,11 @@ class SandboxResult:
         stdout: standard output, up to the limit.
         stderr: standard error, up to the limit; contains the traceback of an uncaught exception.
         exit_code: 0 if it ended normally, 1 after an uncaught exception, -n if signal n ended it.
-        stopped: reason for ending it early: "time", "memory" (of all its processes) or "processes" (too many of them);
+        stopped: limit for which it was ended: "time", "memory" (of all its processes) or "processes" (too many);
             None if it ended by itself.
         truncated: true if stdout or stderr was longer than the limit.
         duration: seconds.
-        guards: those of "network", "files" and "processes" that the kernel allowed.
+        guards: which of the guards "network", "files" and "processes" the kernel allowed.
     """
 
     stdout: str
@@ -66,7 +66,7 @@ class SandboxResult:
 
 
 class Sandbox(Protocol):
-    """Somewhere to run code: implement it for a container, a virtual machine or a remote service."""
+    """Interface of a place to run code: implement it for a container, a virtual machine or a remote service."""
 
     def run(self, code: str, *, timeout: float, memory: int, stdin: str) -> SandboxResult:
         """Run `code` to its end or to a limit; failures of the code are results, not exceptions."""
@@ -79,11 +79,11 @@ def run_python(code: str, timeout: float = 10.0, memory: int = 512 * MIB, stdin:
     Args:
         code: a program.
         timeout: seconds until it is ended.
-        memory: bytes of address space of each of its processes, and of memory of all of them.
-        stdin: what it can read.
+        memory: bytes, as a limit of the address space of each process and of the memory of all together.
+        stdin: text of its standard input.
 
     Raises:
-        ValueError: a limit out of range, or code that is no text.
+        ValueError: a limit out of range, or code that is not text.
         RuntimeError: no child process could be started.
 
     Example:
@@ -100,7 +100,7 @@ def run_python(code: str, timeout: float = 10.0, memory: int = 512 * MIB, stdin:
 
 
 def use_sandbox(sandbox: Sandbox | None) -> None:
-    """Have `run_python` use another sandbox from now on, in this process; None takes the local one again."""
+    """Make `run_python` use another sandbox in this process from now on; None restores the local one."""
     global _sandbox
     _sandbox = sandbox if sandbox is not None else LocalSandbox()
 
@@ -119,7 +119,7 @@ class LocalSandbox:
         max_output: maximum bytes of stdout and of stderr; the rest is discarded.
         max_file: maximum bytes of a file that the code writes.
         max_processes: maximum number of simultaneous processes, including its own.
-        namespaces: enter namespaces where the kernel allows it; without them at most the guard "files" holds.
+        namespaces: use namespaces if the kernel allows it; without them at most the guard "files" is active.
         python: the interpreter, with its packages.
     """
 
@@ -178,7 +178,7 @@ class LocalSandbox:
         )
 
     def _read(self, streams: list[int], deadline: float) -> tuple[list[bytearray], bool]:
-        """Read at most one byte more than the limit until all streams are closed; also returns true on a timeout."""
+        """Read until all streams are closed, at most one byte beyond the limit; returns True on a timeout, too."""
         kept = {stream: bytearray() for stream in streams}
         with selectors.DefaultSelector() as selector:
             for stream in streams:
@@ -196,7 +196,7 @@ class LocalSandbox:
 
 
 def _outcome(report: bytearray) -> dict[str, Any]:
-    """Facts that the watcher reported; other lines are of code that no guard has kept from it."""
+    """Facts that the watcher reported; other lines were written by sandboxed code, and are ignored."""
     outcome: dict[str, Any] = {}
     for line in report.splitlines():
         with contextlib.suppress(ValueError, TypeError, LookupError, RecursionError):
@@ -207,7 +207,7 @@ def _outcome(report: bytearray) -> dict[str, Any]:
 
 
 def _remove(folder: str) -> None:
-    """Remove a folder however deep it is: what lies in its folders moves up, so no path gets too long."""
+    """Remove a folder of any depth: contents of subfolders are moved up, so that no path gets too long."""
     mark, number = uuid.uuid4().hex, itertools.count()
     with contextlib.suppress(OSError):
         os.chmod(folder, 0o700)
@@ -225,7 +225,7 @@ def _remove(folder: str) -> None:
 
 @functools.cache
 def _remove_abandoned() -> None:
-    """Remove, once in a process, folders of processes that were killed an hour ago or earlier."""
+    """Remove, once per process, folders left by killed processes that are at least an hour old."""
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
         with contextlib.suppress(OSError, ValueError):
             owner = int(path.name.removeprefix(_PREFIX).partition("-")[0])
@@ -238,7 +238,7 @@ def _remove_abandoned() -> None:
 
 
 def _environment(folder: str) -> dict[str, str]:
-    """Enough to run Python; no keys, and no more threads than one, each of which would reserve address space."""
+    """Environment variables for running Python: no keys, and one thread, because each thread reserves address space."""
     threads = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL", "NUMEXPR")}
     own = {"HOME": folder, "TMPDIR": folder, "PYTHONIOENCODING": "utf-8", "MALLOC_ARENA_MAX": "1", **threads}
     inherited = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT", "TZ")
@@ -246,7 +246,7 @@ def _environment(folder: str) -> dict[str, str]:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End the child and its process group. Processes that left the group ended with the one that watched them."""
+    """End the child and its process group; processes outside of the group end with the watcher."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):

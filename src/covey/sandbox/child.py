@@ -1,8 +1,8 @@
 """The process that starts sandboxed code and watches it. Run by path with one JSON argument; nothing imports it.
 
-Three processes: this one takes leave of the network and the like and waits; the watcher it forks, the first process of
-its own namespace where there is one, counts time, memory and processes; and the code itself. Each ends with the one
-above it. What happened is written to the pipe `report` as JSON lines.
+Three processes: this one gives up access to the network and other resources, and waits; it forks the watcher, which is
+the first process of its namespace if there is one, and checks time, memory and number of processes; the third runs the
+code. Each ends when the one above it ends. The outcome is written to the pipe `report` as JSON lines.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ def say(limits: dict, **facts: object) -> None:
 
 
 def isolate(folder: str) -> list:
-    """Enter as many namespaces as the kernel allows; the guards that hold."""
+    """Enter as many namespaces as the kernel allows; returns the active guards."""
     uid, gid = os.getuid(), os.getgid()
     apart = CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWPID
     full = apart | CLONE_NEWNS
@@ -102,9 +102,9 @@ def set_read_only(path: bytes, flags: int, on: bool) -> int:
 
 
 def restrict(folder: str) -> bool:
-    """Refuse writing outside of `folder`, and looking into, signalling and connecting to other processes, by Landlock.
+    """Forbid, by Landlock, writing outside of `folder`, and reading, signalling and connecting to other processes.
 
-    Signals, with which `kill(-1, 9)` would end every process of the user, since Linux 6.12; sockets are abstract ones.
+    Signals (`kill(-1, 9)` would end every process of the user) since Linux 6.12; of sockets only abstract ones.
     """
     version = libc.syscall(SYS_LANDLOCK, None, 0, 1)
     rights = WRITING | (MOVING if version > 1 else 0) | (TRUNCATING if version > 2 else 0)
@@ -180,9 +180,9 @@ def reached(limits: dict, elapsed: float):
 
 
 def descendants(limit: int) -> list:
-    """Process ids of what came from this process, as /proc numbers them; empty where there is no such file.
+    """Ids of all descendants of this process, as numbered in /proc; empty if /proc does not list children.
 
-    Looking ends once there are more than `limit`: a fork bomb makes them faster than they can be counted.
+    The search stops once there are more than `limit`: a fork bomb makes processes faster than they can be counted.
     """
     found: list = []
     todo = ["self"]
@@ -208,7 +208,7 @@ def resident(pid: str) -> int:
 
 
 def end_all() -> None:
-    """Kill what is left until nothing is: each round also finds what was started during the last."""
+    """Kill all descendants, repeatedly, because new ones may have been started during the last round."""
     for _ in range(100):
         running = descendants(1000)
         if not running:
