@@ -1,4 +1,4 @@
-"""Covey trains language models with group-relative reinforcement learning (GRPO, RLOO and their family).
+"""Covey trains language models with group-relative reinforcement learning (GRPO, RLOO and related methods).
 
 Names are loaded when first used, so `import covey` costs nothing.
 """

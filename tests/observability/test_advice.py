@@ -202,7 +202,7 @@ LEARNS = {"frac_advantage_zero": 0.0, "tools/call_frequency": 2.0}
             "took longer than tool_timeout=60 s",
         ),
         ("tools-failing", {"tools/failures/wrong_argument": 0.6}, "unknown or of another type .*rename the tool's"),
-        ("tools-failing", {"tools/failures/unknown_tool": 0.6}, "named a tool that there is not"),
+        ("tools-failing", {"tools/failures/unknown_tool": 0.6}, "named a tool that does not exist"),
         ("tools-budget", {"rollouts/tool_budget": 0.6}, "max_tool_calling_iterations=4 was used up"),
         (
             "tools-slow",

@@ -245,5 +245,5 @@ def test_marks_hold_limits_and_those_must_be_positive():
     for wrong in ({"memory": 0}, {"memory": float("inf")}, {"processes": 2.5}, {"start": 0}):
         with pytest.raises(ValueError, match="{}={}".format(*next(iter(wrong.items())))):
             isolated(**wrong)
-    with pytest.raises(ValueError, match="takes no mark"):
+    with pytest.raises(ValueError, match="cannot be marked"):
         isolated(len)

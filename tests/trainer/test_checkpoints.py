@@ -135,7 +135,7 @@ def test_objects_that_could_run_code_are_not_loaded(run, tmp_path, name):
 
     torch.save({"state": Runs()}, run / "checkpoint-2" / name)
     seal(run / "checkpoint-2")
-    with pytest.raises(ValueError, match="the checkpoint holds Python objects besides tensors and numbers"):
+    with pytest.raises(ValueError, match="the checkpoint has Python objects other than tensors and numbers"):
         resume(run, True)
     assert not (tmp_path / "made").exists()
 
@@ -181,7 +181,7 @@ def test_a_description_of_shards_that_calls_is_refused(shards, tmp_path, module,
     words = b"".join(b"\x8c" + bytes([len(one)]) + one.encode() for one in (module, name))
     content = b"\x80\x04" + words + b"\x93\x8c" + bytes([len(place)]) + place.encode() + b"\x85R."
     (shards / ".metadata").write_bytes(content)
-    with pytest.raises(ValueError, match="the checkpoint holds Python objects besides tensors and numbers"):
+    with pytest.raises(ValueError, match="the checkpoint has Python objects other than tensors and numbers"):
         load_shards(shards)
     assert not (tmp_path / "made").exists()
 
@@ -197,7 +197,7 @@ def test_an_object_within_shards_is_refused(shards, tmp_path):
     with path.open("ab") as file:
         file.write(data.getvalue())
     (shards / ".metadata").write_bytes(pickle.dumps(described))
-    with pytest.raises(ValueError, match="the checkpoint holds Python objects besides tensors and numbers"):
+    with pytest.raises(ValueError, match="the checkpoint has Python objects other than tensors and numbers"):
         load_shards(shards)
     assert not (tmp_path / "made").exists()
 

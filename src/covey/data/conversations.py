@@ -1,10 +1,10 @@
-"""Prompts of a dataset as conversations, with a system message where one is given."""
+"""Conversion of a dataset's prompts to conversations, with a system message if one is given."""
 
 from typing import Any
 
 
 def as_user_messages(rows: Any) -> Any:
-    """A dataset or rows, whose prompts of text become a message of the user each."""
+    """The dataset or rows, in which each prompt that is text becomes a message of the user."""
 
     def changed(row: dict[str, Any]) -> dict[str, Any]:
         prompt = row.get("prompt")
@@ -14,7 +14,7 @@ def as_user_messages(rows: Any) -> Any:
 
 
 def with_system_message(text: str | None, rows: Any) -> Any:
-    """A dataset or rows, whose prompts become messages that begin with a system message, unless they have one."""
+    """The dataset or rows, in which each prompt becomes messages that begin with a system message."""
 
     def changed(row: dict[str, Any]) -> dict[str, Any]:
         prompt = row["prompt"]

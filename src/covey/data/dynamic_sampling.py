@@ -1,7 +1,7 @@
-"""Selection of prompts and of groups: which source and row comes next, and which finished groups are trained on.
+"""Selection of prompts and groups: which source and row is sampled next, which finished groups are trained on.
 
-Every process sees all rewards, makes the same decision and takes part in every round. Samplers choose rows
-(`covey.data.samplers`), gates admit groups (`covey.data.gates`); a run without sources has one, without a name.
+Every process gets all rewards, makes the same decision and takes part in every round. Samplers choose rows
+(`covey.data.samplers`), gates admit groups (`covey.data.gates`). A run without sources has one source without a name.
 
 Letters: P prompts, G completions of each, N = P·G completions of all processes in sampling order, F reward functions.
 """
@@ -31,7 +31,7 @@ Place = tuple[int, int]  # (round of sampling, place in that round) of a group o
 
 @dataclass(frozen=True)
 class SamplingRound:
-    """One round of sampling as every process sees it."""
+    """One round of sampling, with the same values in every process."""
 
     prompts: list[int]  # [P] row numbers
     scores: Scores
@@ -40,7 +40,7 @@ class SamplingRound:
     likeness: Sequence[Keys]  # [N]
     processed_tokens: int  # of prompts and completions
     sources: list[str]  # [P] names of the prompts' sources, "" in a run without
-    rejected: list[list[str]]  # [P] names of the gates that do not admit a group
+    rejected: list[list[str]]  # [P] names of the gates that reject the group
 
     @property
     def admitted(self) -> list[bool]:
@@ -58,10 +58,10 @@ class Selection:
 
 
 def kept_groups(admitted: Sequence[Sequence[bool]], sources: Sequence[Sequence[str]]) -> list[Place]:
-    """The groups to train on, in sampling order, as many of each source as its first round has.
+    """The groups to train on, in sampling order: as many of each source as its first round has.
 
-    Of each source those that were `admitted`, then the first others of round 0. Both arguments have a list for every
-    round, with a value for every group.
+    For each source, `admitted` groups are taken first, then rejected ones of round 0 in order. Both arguments have a
+    list per round, with a value per group.
     """
     places = [(number, index) for number, names in enumerate(sources) for index in range(len(names))]
     kept = []
@@ -78,16 +78,18 @@ def kept_groups(admitted: Sequence[Sequence[bool]], sources: Sequence[Sequence[s
 class SourceChoice:
     """Choice of prompts and groups of one source."""
 
-    stream: PromptStream  # of the rows to draw, or of refills alone
+    stream: PromptStream  # of the rows to draw, or only of refills
     _: KW_ONLY
     name: str = ""
     first: int = 0  # number of its first row in the run's dataset
-    history: PromptHistory | None = None  # rewards by which the stream includes rows; None: it needs none
+    history: PromptHistory | None = (
+        None  # rewards that decide which rows the stream includes; None if they are not used
+    )
     gates: Mapping[str, Gate] = field(default_factory=dict)
-    digest: str | None = None  # of its rows, by which a resumed run knows them again
+    digest: str | None = None  # hash of its rows, by which a resumed run recognises them
 
     def take(self, count: int, avoid: set[int] | None = None) -> list[int]:
-        """Row numbers of the next prompts, all different; those to `avoid` come later."""
+        """Row numbers of the next prompts, all different; rows in `avoid` are deferred."""
         rows = range(self.first, self.first + self.stream.rows)
         if count > len(rows):
             raise CheckError.of(
@@ -124,14 +126,14 @@ class PromptChooser:
     algebra: BatchAlgebra
     rank: int  # of this process
     choices: list[SourceChoice]  # one in a run without sources
-    judge_of: JudgeOf  # by the name of a source
+    judge_of: JudgeOf  # by the name of the source
     _: KW_ONLY
-    mask_truncated: Callable[[str], bool]  # truncated completions of a source are not learned from
-    draws: bool  # it draws every prompt; False: the refills alone, and the dataloader the others
+    mask_truncated: Callable[[str], bool]  # True if truncated completions of the source are not trained on
+    draws: bool  # True: it draws every prompt; False: only refills, and the dataloader draws the others
     max_rounds: int  # maximum rounds of refilling
     gather: Callable[[Any], list[Any]]  # collective: one object to those of all ranks
     exchange: Callable[[list[Any]], list[Any]]  # collective: one object for each rank to one from each
-    takes_new_sources: bool = False  # a resumed run may have sources that its checkpoint has not
+    takes_new_sources: bool = False  # a resumed run may have sources that its checkpoint lacks
 
     def __post_init__(self) -> None:
         self.shares = Shares(len(self.choices))
@@ -178,7 +180,7 @@ class PromptChooser:
         return {"draws": self.draws, "owed": list(self.shares.owed), "drawn": self.drawn, "sources": choices}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint; start over if its run did not select prompts in this way.
+        """Continue from a checkpoint; start over if the checkpoint has no state of such a selection.
 
         Raises:
             ValueError: a source is missing or has other rows, or is new without `takes_new_sources`.
@@ -251,7 +253,7 @@ class PromptChooser:
         truncated: Sequence[bool],
         learned: Sequence[bool],
     ) -> list[list[str]]:
-        """[P] names of the gates that do not admit a group."""
+        """[P] names of the gates that reject each group."""
         if not self.gated:
             return [[] for _ in prompts]
         group, gates = self.algebra.num_generations, {choice.name: choice.gates for choice in self.choices}
@@ -306,7 +308,7 @@ class PromptChooser:
         return stats
 
     def _stats_of(self, choice: SourceChoice, rounds: list[SamplingRound]) -> dict[str, Stat]:
-        """Metrics of a source's prompts: its epochs, what its gates reject, and what its sampler knows."""
+        """Metrics of a source's prompts: epochs, rejections of its gates, and the state of its sampler."""
         pairs = (pair for one in rounds for pair in zip(one.sources, one.rejected, strict=True))
         rejected = [gates for name, gates in pairs if name == choice.name]
         stats: dict[str, Stat] = {"epoch": Max(choice.stream.epochs)}
@@ -335,8 +337,8 @@ def _joined(completions: list[RolloutBatch], groups: list[Place]) -> RolloutBatc
 
 
 PromptSource = Callable[[int, list[Slot] | None], list[PromptSample]]
-"""This process's prompt samples of a rollout batch, called once for each, in order, by async rollouts that are ahead of
-the dataloader; with the rollout batch's slots if a checkpoint has them. May be collective."""
+"""(number of the rollout batch, its slots if a checkpoint has them) -> this process's prompt samples. Called once per
+rollout batch, in order, by async rollouts that run ahead of the dataloader. May be collective."""
 
 
 def prompt_source(
@@ -348,7 +350,7 @@ def prompt_source(
         def read(rollout_batch: int, slots: list[Slot] | None) -> list[PromptSample]:
             samples = next(samples for number, samples in stream if number >= rollout_batch)  # earlier ones are skipped
             assert samples is not None, "this stream is read"
-            return samples  # those of the slots, as a stream is always in the same order
+            return samples  # the samples of the slots, because a stream always has the same order
 
         return read
     sampler = GenerationSampler(len(dataset), algebra, rank, shuffle=shuffle, seed=seed)

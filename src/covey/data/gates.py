@@ -1,6 +1,6 @@
-"""Gates: whether a finished group is trained on; one that a gate rejects is replaced by another of its source.
+"""Gates: functions that decide if a finished group is trained on; a rejected group is replaced by one of its source.
 
-To add a gate, write a function of `GroupFacts` and a case in `gates_of`; its setting is checked in
+To add a gate, write a function of `GroupFacts` and a case in `gates_of`; settings are checked in
 `covey.config.choosing`.
 """
 
@@ -20,17 +20,17 @@ from covey.runtime.user_code import format_error, place_of
 class GroupFacts:
     """A finished group as every process knows it: G completions of one prompt, F reward functions."""
 
-    row: dict[str, Any]  # of the data set
+    row: dict[str, Any]  # the dataset row
     rewards: list[list[float]]  # [G, F], NaN where a function gave none
     totals: list[float]  # [G] weighted, NaN without a reward
-    advantages: list[list[float]]  # [G] those of each completion's tokens, distinct ones; none without tokens
+    advantages: list[list[float]]  # [G] distinct advantages of each completion's tokens; an empty list without tokens
     lengths: list[int]  # [G] sampled tokens
     truncated: list[bool]  # [G]
-    learned: list[bool]  # [G] False for completions that nothing is learned from, such as masked ones
+    learned: list[bool]  # [G] False for completions that are not trained on, such as masked ones
 
     @property
     def mean(self) -> float | None:
-        """Mean total reward; None where no completion has one."""
+        """Mean total reward; None if no completion has one."""
         known = [total for total in self.totals if total == total]
         return fmean(known) if known else None
 
@@ -39,18 +39,18 @@ Gate = Callable[[GroupFacts], bool]
 
 
 def signal(group: GroupFacts) -> bool:
-    """A completion that is learned from has an advantage other than 0, any KL penalty aside (DAPO)."""
+    """True if a trained completion has an advantage other than 0, apart from a KL penalty (DAPO's criterion)."""
     return advantage_range(group, 0.0, 0.0)
 
 
 def advantage_range(group: GroupFacts, low: float, high: float) -> bool:
-    """An advantage of a completion that is learned from lies outside of [low, high]."""
+    """True if a trained completion has an advantage outside of [low, high]."""
     learned = (values for values, is_learned in zip(group.advantages, group.learned, strict=True) if is_learned)
     return any(not low <= value <= high for values in learned for value in values)
 
 
 def reward_range(group: GroupFacts, bounds: Mapping[str, float]) -> bool:
-    """The mean total reward lies within the bounds: `from` and `to` include their number, `above` and `below` do not.
+    """True if the mean total reward lies within the bounds; `from` and `to` include their bound.
 
     A group without any reward is rejected.
     """
@@ -67,7 +67,7 @@ def reward_range(group: GroupFacts, bounds: Mapping[str, float]) -> bool:
 
 
 def max_truncated(group: GroupFacts, share: float) -> bool:
-    """At most this share of the completions was cut off."""
+    """True if at most this share of the completions was truncated."""
     return sum(group.truncated) <= share * len(group.truncated)
 
 
@@ -79,7 +79,7 @@ def by_function(group: GroupFacts, function: Callable[[GroupFacts], Any], name: 
 
 
 def gates_of(given: Mapping[str, Any] | None, dynamic_sample: bool = False) -> dict[str, Gate]:
-    """Gates by name; `dynamic_sample` adds `signal`, unless it is given as False, as by a source."""
+    """Gates by name; `dynamic_sample` adds `signal`, unless the setting has it as False."""
     found: dict[str, Gate] = {"signal": signal} if dynamic_sample else {}
     for name, setting in (given or {}).items():
         if name == "signal" and not setting:
@@ -107,7 +107,7 @@ def facts_of_groups(
     learned: Sequence[bool],
     rows: Sequence[dict[str, Any]],
 ) -> list[GroupFacts]:
-    """[P] facts of groups whose completions [N] lie next to each other, as many for each of `rows` [P]."""
+    """[P] facts of groups, from completions [N] of which those of a group are consecutive; `rows` are [P]."""
     size, rewards = len(lengths) // max(len(rows), 1), scores.rewards.tolist()
     distinct: list[dict[float, None]] = [{} for _ in lengths]
     for completion, value in zip(credit.ends.rows.tolist(), credit.ends.to_go.float().tolist(), strict=True):

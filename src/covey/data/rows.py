@@ -8,9 +8,9 @@ PLAIN = (str, list, dict, NoneType)
 
 
 def plain_row(row: Any) -> Any:
-    """A row as a dictionary whose prompt is plain, whatever the dataset's format: of numpy, torch, pandas or arrow.
+    """A row as a dictionary whose prompt has plain values, even in a dataset of numpy, torch, pandas or arrow format.
 
-    Other columns keep the format, except in those of tables, where a row is a table.
+    Other columns keep the format, except in pandas and arrow formats, in which a row is a table.
     """
     for method, arguments in (("to_pylist", ()), ("to_dicts", ()), ("to_dict", ("records",))):
         if not isinstance(row, dict) and callable(getattr(row, method, None)):

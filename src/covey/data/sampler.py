@@ -1,4 +1,4 @@
-"""Prompts of each rollout batch, and the share of them that each process samples.
+"""Prompts of each rollout batch, and their distribution over processes.
 
 The first micro-batch of a rollout batch carries its prompt samples; later ones find completions in the rollout buffer.
 """
@@ -20,7 +20,7 @@ from covey.data.sources import Sources
 from covey.data.validation import read_row
 from covey.runtime.user_code import report
 
-Slot = tuple[int, int]  # (row of the dataset, which of its completions)
+Slot = tuple[int, int]  # (row of the dataset, index among its completions)
 
 
 @dataclass(eq=False)
@@ -31,15 +31,15 @@ class GenerationSampler:
     algebra: BatchAlgebra
     rank: int  # of the process
     _: KW_ONLY
-    shuffle: bool  # each epoch has a random order of prompts; else an epoch begins where the last one ended
+    shuffle: bool  # True: each epoch has a new random order; False: an epoch begins where the last one ended
     seed: int
-    with_slots: bool = True  # else the trainer chooses the prompts
+    with_slots: bool = True  # False: the trainer chooses the prompts
 
     def __post_init__(self) -> None:
         report(check_enough(self.rows, self.algebra))
         self.epoch = 0
         self.rollout_batches = self.rows // self.algebra.prompts_per_rollout_batch
-        """Rollout batches of one epoch; prompts that do not fill one are left out; unshuffled, they begin the next."""
+        """Rollout batches of one epoch. Prompts that do not fill one are left out; unshuffled, they begin the next."""
         self._order = -1, torch.empty(0, dtype=torch.long)
 
     def set_epoch(self, epoch: int) -> None:
@@ -78,13 +78,13 @@ def check_enough(rows: int, algebra: BatchAlgebra) -> Iterator[Finding]:
 
 
 def rank_share(prompts: Sequence[int], group: int, algebra: BatchAlgebra, rank: int) -> list[Slot]:
-    """The slots of one process: an equal, consecutive share of every prompt's `group`, earlier ones one more."""
+    """The slots of one process: an equal, consecutive share of all slots; earlier processes get one game more."""
     slots = [(prompt, sample) for prompt in prompts for sample in range(group)]
     return slots[share_of(len(slots), algebra, rank)]
 
 
 def share_of(count: int, algebra: BatchAlgebra, rank: int) -> slice:
-    """The consecutive part of `count` slots that belongs to one process, in whole games."""
+    """The consecutive part of `count` slots for one process, in whole games."""
     share, extra = divmod(count // algebra.rollouts_per_game, algebra.world_size)
     start = rank * share + min(rank, extra)
     stop = start + share + (rank < extra)
@@ -112,7 +112,7 @@ class PromptDataset(Dataset):
 
 
 class TrainingSteps(PromptDataset):
-    """Micro-steps of training, looked up by what `GenerationSampler` yields."""
+    """Micro-steps of training, indexed by the items of `GenerationSampler`."""
 
     def __getitems__(self, step: Any) -> Any:
         rollout_batch, slots = step
@@ -121,7 +121,7 @@ class TrainingSteps(PromptDataset):
 
 @dataclass(eq=False)
 class RowStream(IterableDataset):
-    """Prompt samples of an iterable that can only be read forward, again and again; each process reads all of it."""
+    """Prompt samples of a dataset that can only be read forward, repeated without end; each process reads all rows."""
 
     rows: Any
     algebra: BatchAlgebra
@@ -145,7 +145,7 @@ class EvaluationStream(RowStream):
 
 
 class TrainingStream(RowStream):
-    """Micro-steps of training without end: `max_steps` ends the run, and skipping resumes it."""
+    """Endless micro-steps of training: `max_steps` ends the run, and a resumed run skips those already done."""
 
     def __iter__(self) -> Iterator[MicroStep]:
         for rollout_batch, samples in enumerate(self.rollout_batches()):
@@ -170,7 +170,7 @@ class TrainingStream(RowStream):
 
 
 class _EpochLoader(DataLoader):
-    """A dataloader that passes the epoch to its sampler; a stream counts its own."""
+    """A dataloader that passes the epoch to its sampler; streams count epochs themselves."""
 
     def set_epoch(self, epoch: int) -> None:
         if isinstance(self.batch_sampler, GenerationSampler):
@@ -211,7 +211,7 @@ def train_stream(dataset: Any, algebra: BatchAlgebra, rank: int, *, shuffle: boo
 
 
 class EvaluationLoader(_EpochLoader):
-    """A dataloader of evaluation batches, with the suite that they are of, if any."""
+    """A dataloader of evaluation batches, with their evaluation suite, if any."""
 
     def __init__(self, *args: Any, suite: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)

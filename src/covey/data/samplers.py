@@ -1,4 +1,4 @@
-"""Choice of prompts within a data set: an order for every epoch, thinned by the chance of each row.
+"""Choice of prompts within a dataset: an order for every epoch, in which each row is included by its chance.
 
 To add a sampler, write a function of `PromptFacts` and a case in `sampler_of`.
 """
@@ -23,7 +23,7 @@ NEWEST = 0.5  # weight of the newest group in a prompt's running means; high, be
 
 
 class PromptFacts(NamedTuple):
-    """Rewards that the rows of a data set have earned so far; NaN for rows not seen yet."""
+    """Rewards of the rows of a dataset so far; NaN for rows not seen yet."""
 
     means: Tensor  # [rows] float64, running mean of the total reward
     squares: Tensor  # [rows] float64, of its square
@@ -32,14 +32,14 @@ class PromptFacts(NamedTuple):
 
 
 Sampler = Callable[[PromptFacts], Tensor]
-"""Facts -> chances [rows] in (0, 1], by which an epoch includes a row."""
+"""Facts -> probabilities [rows] in (0, 1] with which an epoch includes each row."""
 
 
 def by_difficulty(facts: PromptFacts, floor: float) -> Tensor:
     """chance(x) = floor + (1 - floor) · v(x) / largest v of any row, v the running variance of the reward.
 
-    For rewards of 0 and 1, v is p (1 - p): largest for prompts of intermediate difficulty. Rows not seen yet have
-    chance 1, and all have while no row's rewards have differed.
+    For rewards of 0 and 1, v is p (1 - p), largest for prompts of intermediate difficulty. Rows not seen yet have
+    chance 1; all rows have chance 1 until the rewards of some row differ.
     """
     variances = (facts.squares - facts.means.square()).clamp(min=0.0)
     largest = variances.nan_to_num(0.0).max().item()
@@ -49,7 +49,10 @@ def by_difficulty(facts: PromptFacts, floor: float) -> Tensor:
 
 
 def by_pools(facts: PromptFacts, tops: Sequence[float], weights: Sequence[float]) -> Tensor:
-    """Weight of the first pool whose largest mean reward reaches the row's, over the largest weight; unseen rows 1."""
+    """Weight of the row's pool, divided by the largest weight; 1 for rows not seen yet.
+
+    A row belongs to the first pool whose upper bound is at least the row's mean reward.
+    """
     share = torch.tensor(weights, dtype=torch.float64) / max(weights)
     pools = torch.bucketize(facts.means.nan_to_num(0.0), torch.tensor(tops[:-1], dtype=torch.float64))
     return torch.where(facts.means.isnan(), 1.0, share[pools])
@@ -71,7 +74,7 @@ def by_function(facts: PromptFacts, function: Callable[..., Any], name: str) -> 
 
 
 def sampler_of(given: Any, floor: float) -> Sampler | None:
-    """The sampler that a setting names; None for `uniform` and for orders, in which every row has chance 1."""
+    """The sampler of a setting; None for `uniform` and for orders, with which every row has chance 1."""
     if given == "difficulty":
         return partial(by_difficulty, floor=floor)
     if isinstance(given, Mapping):
@@ -87,7 +90,7 @@ def sampler_of(given: Any, floor: float) -> Sampler | None:
 
 
 def order_of(given: Any, rows: Any, name: str) -> list[int] | None:
-    """Row numbers by the column that an order names, from the smallest value on; None for other samplers."""
+    """Row numbers sorted by the column of an order, smallest value first; None for other samplers."""
     if not (isinstance(given, Mapping) and "order" in given):
         return None
     column = given["order"]
@@ -104,11 +107,11 @@ def order_of(given: Any, rows: Any, name: str) -> list[int] | None:
 
 
 class PromptHistory:
-    """Running means of the total reward of every row, and its chance by a sampler.
+    """Running means of every row's total reward, and its chance by a sampler.
 
-    For row x, m ← (1 - ½) m + ½ mean_group(R) and q ← (1 - ½) q + ½ mean_group(R²), beginning with the first group
-    seen. Where steps are rewarded, R is the reward of the outcome, and the variance of step rewards within a group is
-    added to the mean of R².
+    For each row, m ← (1 - ½) m + ½ mean_group(R) and q ← (1 - ½) q + ½ mean_group(R²), starting with the values of the
+    first group. Where steps are rewarded, R is the reward of the outcome, and the variance of step rewards within a
+    group is added to the mean of R².
     """
 
     def __init__(self, rows: int, sampler: Sampler, floor: float | None = None):
@@ -117,10 +120,10 @@ class PromptHistory:
         """[rows] running mean reward, the pass rate for rewards of 0 and 1; NaN for prompts not seen yet."""
         self._squares = torch.full((rows,), torch.nan, dtype=torch.float64)
         self._counts = torch.zeros(rows, dtype=torch.long)
-        self._chances: Tensor | None = None  # of what is known; None: to be computed
+        self._chances: Tensor | None = None  # None: to be computed from the current means
 
     def update(self, prompts: Sequence[int], rewards_PG: Tensor, variances_P: Tensor) -> None:
-        """Add the groups of `prompts`, by row number; NaN are missing rewards, and groups of NaN alone are skipped."""
+        """Add the groups of `prompts`, by row number; NaN is no reward, and groups without any reward are skipped."""
         for row, rewards, of_steps in zip(prompts, rewards_PG.double(), variances_P.double(), strict=True):
             scored = rewards[~rewards.isnan()]
             if not len(scored):
@@ -135,7 +138,7 @@ class PromptHistory:
         self._chances = None
 
     def at_step(self, step: int) -> None:
-        """Use the chances before this optimizer step from now on."""
+        """Use the chances for this optimizer step from now on."""
         if step != self.step:
             self.step, self._chances = step, None
 
@@ -174,8 +177,8 @@ class PromptHistory:
 class PromptStream:
     """Epochs over a dataset, each in an order of its own.
 
-    An epoch includes each row with its `chance` (thinning), so no row comes twice in an epoch, rows come in proportion
-    to their chances in the long run, and with chances of 1 every epoch includes every row once.
+    An epoch includes each row with probability `chance` (thinning). So no row is drawn twice in an epoch, rows are
+    drawn in proportion to their chances in the long run, and with chances of 1 every epoch has every row once.
 
     Example:
         >>> stream = PromptStream(4, seed=0, name="refill", shuffle=False)
@@ -184,19 +187,19 @@ class PromptStream:
     """
 
     rows: int
-    seed: int  # of the orders, together with the number of the epoch
-    name: str  # streams of the same seed and other names are independent
+    seed: int  # of the orders, with the number of the epoch
+    name: str  # streams with one seed and different names are independent
     _: KW_ONLY
     shuffle: bool  # a random order in each epoch, else the dataset's own
     chance: Callable[[int], float] | None = None  # row number -> its chance, above 0 and at most 1; None: every row
-    order: Sequence[int] | None = None  # of every epoch, in the place of the dataset's own or a random one
+    order: Sequence[int] | None = None  # order of every epoch, instead of the dataset's or a random one
 
     def __post_init__(self) -> None:
         self._deferred: list[int] = []
         self._begin(0)
 
     def take(self, count: int, avoid: AbstractSet[int] = frozenset()) -> list[int]:
-        """The next rows, all different; those to `avoid` are deferred, unless too few others are left."""
+        """The next `count` rows, all different; rows in `avoid` are deferred, unless too few others are left."""
         assert count <= self.rows, "a dataset fills at least one rollout batch"
         if self.rows - len(avoid) < count:
             avoid = frozenset()
@@ -212,7 +215,7 @@ class PromptStream:
 
     @property
     def epochs(self) -> float:
-        """Epochs that have been gone through, in parts of one."""
+        """Epochs so far, with fractions."""
         return self._epoch + self._position / self.rows
 
     def state_dict(self) -> dict[str, Any]:
@@ -239,7 +242,7 @@ class PromptStream:
                 return row
 
     def _begin(self, epoch: int, position: int = 0) -> None:
-        """Draw the order of an epoch, and for each position a number in [0, 1) that the row's chance must exceed."""
+        """Draw the order of an epoch, and a number in [0, 1) per position: a row with a larger chance is included."""
         self._epoch, self._position = epoch, position
         generator = torch.Generator().manual_seed(sample_seed(self.seed, self.name, epoch))
         self._thresholds = torch.rand(self.rows, generator=generator, dtype=torch.float64).tolist()

@@ -1,10 +1,10 @@
-"""Sources: several data sets in one run, each with a share of the prompts and settings of its own.
+"""Sources: several datasets in one run, each with a share of the prompts and with settings of its own.
 
     train_dataset={"sums": rows, "code": others}, sources={"code": {"weight": 2, "reward_funcs": runs_code}}
 
-`Sources` is one dataset: the rows of all, one source after the other, each with the column `source`. `Shares` says
-which source every prompt of the run comes from. To add a setting, add a field to `SourceSettings` and read it where the
-run's own setting of that name is read.
+`Sources` is one dataset: the rows of all sources, concatenated, with a column `source`. `Shares` decides which source
+each prompt of the run is drawn from. To add a setting, add a field to `SourceSettings` and read it where the run's own
+setting of that name is read.
 """
 
 import dataclasses
@@ -30,9 +30,9 @@ from covey.data.conversations import with_system_message
 from covey.data.rows import plain_row
 from covey.runtime.import_path import is_reference
 
-COLUMN = "source"  # of every row of a run with sources: the name of its source
-HASHED = 64  # rows of a source by which a resumed run knows it again
-UNIT = 720720 << 32  # parts of a prompt in which shares are counted: whole numbers for sums of weights up to 16
+COLUMN = "source"  # column of every row of a run with sources: the name of its source
+HASHED = 64  # rows of a source by which a resumed run recognises it
+UNIT = 720720 << 32  # parts of a prompt in which shares are counted; divisible by all integers up to 16
 
 _ONE_DISTRIBUTION = "all sources are scored at one temperature and by one distribution"
 _ONE_LOSS = "a micro-batch holds completions of all sources, and has one loss"
@@ -44,29 +44,29 @@ REFUSED = {
     **dict.fromkeys(("num_generations", "generation_batch_size"), "groups of a rollout batch are of one size"),
     **dict.fromkeys(("learning_rate", "max_steps", "num_train_epochs"), "an update is of all sources"),
 }
-"""Settings of a run that its sources share, and why."""
+"""Settings that all sources of a run share, with the reason."""
 
 OF_CREDIT = ("advantages", "scale_rewards", "pass_at_k", "compare")
-"""Fields of a config that a source may set for the comparison of its own completions."""
+"""Fields of the config that a source may set for the comparison of its own completions."""
 
 
 @dataclass(frozen=True)
 class SourceSettings:
-    """Settings of a source; those that are None are the run's.
+    """Settings of a source; a setting of None means the run's.
 
     Attributes:
-        weight: share of the prompts, relative to the other weights; a list of `[step, weight]` changes it between these
-            optimizer steps linearly; "rows": in proportion to the number of rows; 0: it is not trained on.
+        weight: share of the prompts, relative to the weights of the other sources. With a list of `[step, weight]` it
+            changes linearly between these optimizer steps; "rows" is the number of rows; 0: not trained on.
         sampler, floor: choice of its rows, as `prompt_sampler` and `difficulty_floor` of the config.
         gates: as `gates` of the config.
-        reward_funcs, reward_weights: reward functions of its rows alone, in the place of the run's.
-        environment: name of the environment that plays its rows, of those in `environment_factory`.
-        system_prompt, chat_template_kwargs: for its rows that have none of their own.
-        teacher: name of the teacher of its rows, of several in `teacher` of the config.
+        reward_funcs, reward_weights: reward functions of its rows, instead of the run's.
+        environment: name of the environment in `environment_factory` that plays its rows.
+        system_prompt, chat_template_kwargs: for those of its rows that have none of their own.
+        teacher: name of the teacher of its rows, if `teacher` of the config has several.
         max_completion_length: most tokens of its completions, at most the run's.
-        mask_truncated_completions, advantages, scale_rewards, pass_at_k, compare: as those of the config.
-        average: "joint": its tokens are averaged together with those of the others; "own": by themselves.
-        loss_weight: with the average "own", factor of the average; None: the source's share of the prompts.
+        mask_truncated_completions, advantages, scale_rewards, pass_at_k, compare: as in the config.
+        average: "joint": its tokens are averaged together with those of other sources; "own": separately.
+        loss_weight: with `average="own"`, the factor of its average; None: the source's share of the prompts.
     """
 
     weight: Any = "rows"
@@ -90,7 +90,7 @@ class SourceSettings:
 
     @property
     def of_credit(self) -> dict[str, Any]:
-        """Fields of the config that are others for its completions."""
+        """Fields of the config that this source sets for its completions."""
         return {name: value for name in OF_CREDIT if (value := getattr(self, name)) is not None}
 
 
@@ -102,7 +102,7 @@ class Source:
     teacher_column: str = "teacher"  # of the config
 
     def row(self, number: int) -> Any:
-        """A row with the name of the source, and what the source has for rows without their own."""
+        """A row with the name of the source, and with the source's settings where the row has none of its own."""
         return self.filled(plain_row(self.rows[number]))
 
     def filled(self, row: Any) -> Any:
@@ -118,14 +118,14 @@ class Source:
         return {**row, **filled, COLUMN: self.name}
 
     def digest(self) -> str:
-        """Hash of rows that are spread evenly over the source."""
+        """Hash of up to `HASHED` rows, spread evenly over the source."""
         places = sorted({number * (len(self.rows) - 1) // (HASHED - 1) for number in range(HASHED)})
         texts = "".join(repr(sorted(map(repr, self.row(place).items()))) for place in places)
         return hashlib.sha256(texts.encode("utf-8", "replace")).hexdigest()
 
 
 class Sources(Sequence[Any]):
-    """The rows of several sources as one dataset; a row's number is the first number of its source plus its place.
+    """The rows of several sources as one dataset; a row's number counts over all sources in order.
 
     Example:
         >>> both = Sources([Source("a", [{"prompt": "1"}]), Source("b", [{"prompt": "2"}, {"prompt": "3"}])])
@@ -154,7 +154,7 @@ class Sources(Sequence[Any]):
         return self.sources[index].row(number - self.firsts[index])
 
     def of(self, number: int) -> int:
-        """Index of the source of a row."""
+        """Index of the source of the row `number`."""
         return next(index for index, last in enumerate(self.firsts[1:]) if number < last)
 
     @property
@@ -162,34 +162,34 @@ class Sources(Sequence[Any]):
         return [one.name for one in self.sources]
 
     def settings(self, name: str) -> SourceSettings:
-        """Settings of a source; of rows that are of none, the run's alone."""
+        """Settings of a source; default settings (the run's) for rows without a source."""
         return next((one.settings for one in self.sources if one.name == name), SourceSettings())
 
     def named(self, name: str, rows: Any, limited: bool = True) -> "Sources":
-        """Other rows with the settings of a source, without its limit of length unless `limited`."""
+        """Other rows with the settings of a source; its length limit only if `limited`."""
         known = next(one for one in self.sources if one.name == name)
         settings = known.settings if limited else dataclasses.replace(known.settings, max_completion_length=None)
         filled = with_system_message(settings.system_prompt, rows)
         return Sources([dataclasses.replace(known, rows=filled, settings=settings)])
 
     def weights_at(self, step: int) -> list[float]:
-        """Weights before an optimizer step."""
+        """Weights of the sources before an optimizer step."""
         return [weight_at(one.settings.weight, step, len(one.rows)) for one in self.sources]
 
     def numbers(self, names: Sequence[str]) -> Tensor:
-        """Index of each source by its name, [B] int64."""
+        """[B] int64, index of the source of each name."""
         places = {name: place for place, name in enumerate(self.names)}
         return torch.tensor([places[name] for name in names], dtype=torch.long)
 
     def longest(self, numbers: Tensor, of_run: int | None, device: torch.device) -> int | Tensor | None:
-        """Most tokens of completions of the sources `numbers`, [B] where sources have limits of their own."""
+        """Most tokens of completions of the sources `numbers`; [B] if sources have limits of their own."""
         if not self.limits:
             return of_run
         limits = [self.limits.get(name, of_run) for name in self.names]
         return torch.tensor([limits[number] for number in numbers.tolist()], device=device)
 
     def sizes(self, numbers: Tensor, trained: Sequence[int]) -> "SourceSizes":
-        """Rollouts and trained tokens by source, of rollouts of the sources `numbers` [B]."""
+        """Rollouts and trained tokens of each source, from rollouts whose sources are `numbers` [B]."""
         rows, tokens = [0] * len(self.sources), [0] * len(self.sources)
         for number, count in zip(numbers.tolist(), trained, strict=True):
             rows[number] += 1
@@ -197,18 +197,18 @@ class Sources(Sequence[Any]):
         return SourceSizes(rows, tokens)
 
     def term_sizes(self, numbers: Tensor, tokens: Sequence[int]) -> "SourceSizes":
-        """Rollouts with `tokens` [B] of a term of the loss, and these tokens, by source."""
+        """Rollouts that have tokens of a term of the loss, and the number of these tokens [B], by source."""
         known = [place for place, count in enumerate(tokens) if count]
         return self.sizes(numbers[known], [tokens[place] for place in known])
 
     def shares_at(self, step: int) -> list[float]:
-        """Shares of the prompts, by source."""
+        """Share of the prompts of each source."""
         weights = self.weights_at(step)
         return [weight / sum(weights) for weight in weights]
 
 
 class SourceSizes(NamedTuple):
-    """Rollouts and trained tokens of each source, that an average of its own divides by."""
+    """Rollouts and trained tokens of each source, by which an average of its own divides."""
 
     rows: list[int]
     tokens: Sequence[float]
@@ -222,10 +222,10 @@ def averaged_by_source(
     updates: float,
     of_term: SourceSizes | None = None,
 ) -> Weighting:
-    """The weighting with the averages of sources' own, where they have them, for rollouts of the sources `members` [B].
+    """The weighting with a separate average for sources that have `average="own"`; `members` [B] are rollouts' sources.
 
-    `sizes` are of all rollouts that `updates` optimizer steps train on. A term of the loss has the same shares, and
-    `of_term` are the rollouts that have tokens of it, and these tokens.
+    `sizes` count all rollouts that `updates` optimizer steps train on. For a term of the loss, `of_term` has the
+    rollouts and tokens of the term, and the shares of the sources are the same.
     """
     own = [place for place, one in enumerate(sources.sources) if one.settings.average == "own" and sizes.rows[place]]
     if not own:
@@ -247,7 +247,7 @@ def averaged_by_source(
 
 
 def parts_of(dataset: Any, role: str) -> list[tuple[str, Any]]:
-    """Each source of a dataset as a dataset of its own, with its place for messages; one dataset is one part."""
+    """The datasets of the sources, each with its name for messages; a dataset without sources is one part."""
     if dataset is None:
         return []
     if not isinstance(dataset, Sources) or len(dataset.sources) == 1:
@@ -256,17 +256,17 @@ def parts_of(dataset: Any, role: str) -> list[tuple[str, Any]]:
 
 
 def source_of(dataset: Any) -> str:
-    """Name of the one source of a dataset; "" for a dataset that is none."""
+    """Name of the source of a dataset; "" for a dataset without a source."""
     return dataset.names[0] if isinstance(dataset, Sources) else ""
 
 
 def raw(dataset: Any) -> Any:
-    """Rows of a dataset as they were given, where they are of one source."""
+    """Original rows of a dataset that is one source; any other dataset itself."""
     return dataset.sources[0].rows if isinstance(dataset, Sources) and len(dataset.sources) == 1 else dataset
 
 
 def weight_at(weight: Any, step: int, rows: int) -> float:
-    """The weight of a source before an optimizer step: linear between the points of a schedule, constant around them.
+    """The weight of a source before an optimizer step: linear between the points of a schedule, constant outside.
 
     Example:
         >>> [weight_at([[0, 1], [100, 3]], step, 10) for step in (0, 50, 200)], weight_at("rows", 0, 10)
@@ -285,13 +285,13 @@ def weight_at(weight: Any, step: int, rows: int) -> float:
 
 
 class Shares:
-    """The source of each prompt of a run: no prefix is off by a whole prompt from the weights' shares.
+    """The source of each prompt of a run: after any number of prompts, every source is within one prompt of its share.
 
-    Before each prompt every source is owed its share of it. Of the k sources that are owed at least 1 / (2k - 2) of a
-    prompt, the one comes next that would be owed 1 - 1 / (2k - 2) first (Tijdeman, The chairman assignment problem,
-    Discrete Mathematics 32, 1980, which bounds every debt by that number). To take the one that is owed most instead
-    is off by more than a prompt for some weights of four sources and more. Counted in whole parts of a prompt, so that
-    a resumed run continues exactly.
+    The debt of a source is its share of the prompts so far, including the next one, minus the prompts drawn from it.
+    Let k be the number of sources with a weight above 0. Of the sources with a debt of at least 1 / (2k - 2), the one
+    is drawn whose debt would be the first to reach 1 - 1 / (2k - 2), which bounds every debt by that number (Tijdeman,
+    The chairman assignment problem, Discrete Mathematics 32, 1980). Drawing the largest debt instead can be off by more
+    than one prompt with four or more sources. Debts are integers, so that a resumed run continues exactly.
 
     Example:
         >>> shares = Shares(3)
@@ -301,7 +301,7 @@ class Shares:
 
     def __init__(self, sources: int):
         self.owed = [0] * sources
-        """Parts of a prompt by source, of `UNIT`; below 0 where it has had more than its share."""
+        """Debt of each source in parts of a prompt (`UNIT` is one prompt); below 0 if it had more than its share."""
 
     def next(self, weights: Sequence[float]) -> int:
         """The source of the next prompt."""
@@ -319,12 +319,12 @@ class Shares:
         return chosen
 
     def take(self, count: int, weights: Sequence[float]) -> list[int]:
-        """The sources of the next prompts."""
+        """The sources of the next `count` prompts."""
         return [self.next(weights) for _ in range(count)]
 
 
 def parts_of_prompt(weights: Sequence[float]) -> list[int]:
-    """Shares of the weights as whole parts that add up to `UNIT`; the largest remainders get one more."""
+    """Shares as integer parts that add up to `UNIT`; the largest remainders are rounded up."""
     exact = [Fraction(weight) for weight in weights]
     total = sum(exact)
     shares = [UNIT * weight / total for weight in exact]
@@ -336,7 +336,7 @@ def parts_of_prompt(weights: Sequence[float]) -> list[int]:
 
 
 def most_of_a_batch(sources: Sources, prompts: int, batches: int, steps_per_batch: float = 1.0) -> list[int]:
-    """Largest number of prompts of each source in one of so many first rollout batches."""
+    """Largest number of prompts of each source in any of the first `batches` rollout batches."""
     shares, most = Shares(len(sources.sources)), [0] * len(sources.sources)
     for batch in range(batches):
         taken = shares.take(prompts, sources.weights_at(int(batch * steps_per_batch)))
@@ -348,7 +348,7 @@ def most_of_a_batch(sources: Sources, prompts: int, batches: int, steps_per_batc
 
 
 def are_datasets(given: Any) -> bool:
-    """True for a dictionary of data sets by name; False for splits of one, and for columns of one."""
+    """True for a dictionary of datasets by name; False for the splits or columns of one dataset."""
     if not isinstance(given, Mapping) or hasattr(given, "column_names"):
         return False
     firsts = [rows[0] for rows in given.values() if isinstance(rows, list | tuple) and rows]
@@ -358,7 +358,7 @@ def are_datasets(given: Any) -> bool:
 def read_sources(
     datasets: Mapping[str, Any], given: Mapping[str, Any] | None, teacher_column: str = "teacher"
 ) -> Sources:
-    """The sources of data sets by name and their settings, which `check_sources` has found no error in."""
+    """The sources made from datasets by name and settings, which `check_sources` has accepted."""
     found = []
     for name, rows in datasets.items():
         settings = SourceSettings(**(given or {}).get(name, {}))
@@ -367,7 +367,7 @@ def read_sources(
 
 
 def check_sources(datasets: Any, given: Any, longest: int | None) -> Iterator[Finding]:
-    """Errors of sources and their settings, before rows are read; `longest` is the run's max_completion_length."""
+    """Errors in sources and their settings, before rows are read; `longest` is the run's max_completion_length."""
     if given is not None and not (
         isinstance(given, Mapping) and all(isinstance(one, Mapping) for one in given.values())
     ):
@@ -503,7 +503,7 @@ def _check_setting(name: str, value: Any, place: str) -> Iterator[Finding]:
 
 
 def check_players(sources: Sources, environments: Any, teachers: Mapping[str, Any]) -> Iterator[Finding]:
-    """Errors of environments and teachers of sources that the run has not by these names."""
+    """Errors for environments and teachers of sources whose names the run does not have."""
     known = {"environment": environments if isinstance(environments, Mapping) else {}, "teacher": teachers}
     for source in sources.sources:
         for kind, there in known.items():
@@ -518,13 +518,13 @@ def check_players(sources: Sources, environments: Any, teachers: Mapping[str, An
 
 
 def check_rows_of_sources(sources: Sources) -> Iterator[Finding]:
-    """Errors of rows that name another source, or another environment, than theirs."""
+    """Errors for rows whose columns name another source or environment than their source's."""
     for source in sources.sources:
         wanted = source.settings.environment
         for number in range(len(source.rows)):
             row = plain_row(source.rows[number])
             if not isinstance(row, dict):
-                break  # which the check of rows names
+                break  # the check of rows reports it
             if row.get(COLUMN, source.name) not in (None, source.name):
                 yield Finding.error(
                     "source-column",
@@ -546,7 +546,7 @@ def check_rows_of_sources(sources: Sources) -> Iterator[Finding]:
 
 
 def check_sizes(sources: Sources, prompts: int, batches: int, steps_per_batch: float) -> Iterator[Finding]:
-    """Errors of sources with fewer rows than a rollout batch may draw of them."""
+    """Errors for sources with fewer rows than a rollout batch may draw from them."""
     if any(one.settings.weight != 0 and len(one.rows) < prompts for one in sources.sources):
         most = most_of_a_batch(sources, prompts, min(batches, 1 + 20_000 // prompts), steps_per_batch)
         for source, count in zip(sources.sources, most, strict=True):
@@ -560,7 +560,7 @@ def check_sizes(sources: Sources, prompts: int, batches: int, steps_per_batch: f
 
 
 def check_rarest(sources: Sources, prompts: int) -> Iterator[Finding]:
-    """A warning of a source that some rollout batches have no prompt of."""
+    """Warnings for sources of which some rollout batches have no prompt."""
     shares = dict(zip(sources.names, sources.shares_at(0), strict=True))
     name, share = min(((name, share) for name, share in shares.items() if share), key=lambda pair: pair[1])
     if share * prompts < 1:

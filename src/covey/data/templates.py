@@ -1,4 +1,4 @@
-"""Findings about chat templates that leave out or rewrite parts of a prompt, or do not begin the policy's turn."""
+"""Findings about chat templates that drop or rewrite parts of a prompt, or do not begin the policy's turn."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ def unread_arguments(given: Any, tokenizer: Any) -> list[str]:
 
 
 def check_template(rows: Mapping[int, Any], role: str, codec: PromptCodec) -> Iterator[Finding]:
-    """Warnings, one of each kind, of what the chat template does to these rows of a dataset, by their numbers."""
+    """Warnings, at most one per kind, of problems of the chat template with these rows, given by number."""
     said: set[str] = set()
     for number, row in rows.items():
         for kind, text, fix in _complaints(row, codec):
@@ -89,7 +89,7 @@ def _complaints(row: Any, codec: PromptCodec) -> Iterator[tuple[str, str, str]]:
 
 
 def _missing_opening(codec: PromptCodec, prompt: Any, kwargs: dict[str, Any]) -> str:
-    """Text that the template writes between a prompt and an answer, and not as generation prompt; else an empty one."""
+    """Text that the template writes between a prompt and an answer but not as generation prompt; else an empty text."""
     plain = {**kwargs, "add_generation_prompt": False}
     begun = _rendered(codec, prompt, kwargs)
     if begun != _rendered(codec, prompt, plain):

@@ -1,4 +1,4 @@
-"""Checks of a dataset before training starts: of the data alone, and of prompts as encoded for sampling."""
+"""Checks of a dataset before training: of the data themselves, and of prompts encoded for sampling."""
 
 import difflib
 import heapq
@@ -17,8 +17,8 @@ from covey.rewards.functions import check_reserved
 from covey.rollout.prompts import PromptCodec, are_messages
 from covey.runtime.user_code import format_error, place_of, report
 
-LOOKED_AT = 16  # rows that are checked entirely; of the others only the prompt, where it can be read without the rest
-SHAPES = 64  # sequences of roles of which one prompt is encoded
+LOOKED_AT = 16  # rows that are fully checked; of others only the prompt, if it can be read alone
+SHAPES = 64  # sequences of roles, one prompt of each is encoded
 LONGEST = 64  # prompts that are encoded because they are the longest
 
 USUAL_NAMES = ("prompts", "question", "problem", "query", "instruction", "input", "text", "messages", "conversations")
@@ -36,11 +36,11 @@ LOAD = "Load one with `datasets.load_dataset(...)`, or give a list of rows like 
 
 
 def check_dataset(dataset: Any, role: str, prompts_required: bool = True) -> Iterator[Finding]:
-    """Findings about a dataset, "train_dataset" or "eval_dataset" by its `role` in messages, up to the first error."""
+    """Findings about a dataset up to the first error; `role` names it ("train_dataset" or "eval_dataset")."""
     for finding in _findings(dataset, role, prompts_required):
         yield finding
         if finding.level == "error":
-            return  # the next ones read what is wrong
+            return  # later checks would read the wrong values
 
 
 def _findings(dataset: Any, role: str, prompts_required: bool) -> Iterator[Finding]:
@@ -94,7 +94,7 @@ def columns_of(dataset: Any) -> set[str]:
 
 
 def first_rows(dataset: Any) -> list[Any]:
-    """All rows of a list, the first ones of any other dataset; of each source, where there are several."""
+    """The rows to check: all rows of a list, else the first ones; of each source, if there are several."""
     if isinstance(dataset, Sources):
         return [one.filled(row) for one in dataset.sources for row in first_rows(one.rows)]
     if isinstance(dataset, list | tuple):
@@ -105,7 +105,7 @@ def first_rows(dataset: Any) -> list[Any]:
 
 
 def read_row(dataset: Any, number: int) -> Any:
-    """A row to sample from, of a dataset whose class may be the user's; CheckError naming the row."""
+    """A row of a dataset, whose class may be the user's; CheckError with the row's number if reading fails."""
     try:
         row = plain_row(dataset[number])
     except Exception as error:  # of the user's class
@@ -116,7 +116,7 @@ def read_row(dataset: Any, number: int) -> Any:
 
 
 def _prompts(dataset: Any, rows: list[Any]) -> Iterator[tuple[int, Any]]:
-    """Row numbers and prompts: of the whole dataset if its prompts can be read alone, else of `rows`."""
+    """Row numbers and prompts, of the whole dataset if the column can be read alone, else of `rows`."""
     dataset = raw(dataset)
     if not any("prompt" in row for row in rows):
         return iter(())
@@ -127,7 +127,7 @@ def _prompts(dataset: Any, rows: list[Any]) -> Iterator[tuple[int, Any]]:
 
 
 def _longest(numbered: Iterator[tuple[int, Any]], codec: PromptCodec) -> list[int]:
-    """Rows of the prompts with the most text, among those that may exceed the context."""
+    """Numbers of the rows with the longest prompts, among those that may exceed the context."""
     if codec.max_context is None:
         return []
     sizes = ((_text_bytes(prompt), number) for number, prompt in numbered)
@@ -135,7 +135,7 @@ def _longest(numbered: Iterator[tuple[int, Any]], codec: PromptCodec) -> list[in
 
 
 def _of_each_shape(numbered: Iterator[tuple[int, Any]]) -> list[int]:
-    """A row of each sequence of roles: chat templates raise an error for some of them."""
+    """One row for each sequence of roles, because chat templates refuse some of them."""
     shapes: dict[tuple[Any, ...], int] = {}
     for number, prompt in numbered:
         if isinstance(prompt, list) and len(shapes) < SHAPES:

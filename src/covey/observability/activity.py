@@ -1,4 +1,4 @@
-"""The phase of a run within its step and the part of it that is done, for a display that follows."""
+"""The current phase of a step and how much of it is done, for displays."""
 
 import time
 from collections.abc import Callable
@@ -16,11 +16,11 @@ WORDS = {
     "wait": "waiting for rollouts",
     EVALUATE: "evaluation",
 }
-"""Phases as a reader knows them; others have their own names."""
+"""Names of phases for display; other phases are shown under their own names."""
 
 
 class Activity:
-    """The phase that runs, and the part of it that is done; `changed` is called whenever either changes, on any thread.
+    """The current phase and how much of it is done; `changed` is called on every change, on any thread.
 
     Example:
         >>> activity = Activity()
@@ -33,11 +33,11 @@ class Activity:
         self.changed: Callable[[], None] = lambda: None
         self._clock = clock
         self._phase, self._detail, self._done, self._total = "", "", 0, 0
-        self._whole = ""  # that this is a part of, as an evaluation
+        self._whole = ""  # name of a larger whole, such as an evaluation
         self._since = clock()
 
     def begin(self, phase: str) -> None:
-        """Take note of a phase that begins or continues."""
+        """Record that a phase begins or continues."""
         if phase != self._phase:
             self._phase, self._detail, self._done, self._total, self._since = phase, "", 0, 0, self._clock()
             self.changed()
@@ -48,12 +48,12 @@ class Activity:
         self.changed()
 
     def advance(self, parts: int = 1, detail: str = "") -> None:
-        """Count parts that are done; `detail` names the one that runs."""
+        """Count parts as done; `detail` names the current one."""
         self._done, self._detail = self._done + parts, detail
         self.changed()
 
     def inside(self, whole: str) -> None:
-        """Name the whole that phases are parts of from now on; an empty name: they are parts of a step."""
+        """Set the name of the whole that phases are parts of; an empty name: the step."""
         self._whole = whole
         self.changed()
 
@@ -71,7 +71,7 @@ class Activity:
 
 
 class Counted:
-    """Callbacks of rollouts (`RolloutCallbacks`) that count those that have ended."""
+    """Rollout callbacks (`RolloutCallbacks`) that count the rollouts that have ended."""
 
     def __init__(self, callbacks: Any, activity: Activity):
         self._callbacks, self._activity = callbacks, activity

@@ -1,4 +1,4 @@
-"""Completions for people and trackers: a table on the console, tables for trackers, and files as TRL writes them."""
+"""Output of completions: a table on the console, tables for trackers, and files in TRL's format."""
 
 import importlib
 import json
@@ -31,16 +31,16 @@ from covey.runtime.user_code import format_error, warn
 Row = dict[str, Any]
 
 CONVERSATION_COLUMNS = ("messages", "turns", "calls", "failed_calls")
-"""Additional columns where completions are conversations: the messages as JSON, and counts of turns and calls."""
+"""Additional columns if completions are conversations: the messages as JSON, and counts of turns and calls."""
 
 FIXED_COLUMNS = (
     *("step", "prompt", "completion", "advantage", "finish", "error", "length", "images"),
     *CONVERSATION_COLUMNS,
 )
-"""What Covey writes; a reward function or an extra of that name gets another column name."""
+"""Covey's own columns; a reward function or an extra of such a name gets another column name."""
 
 PROMPT_CHARACTERS, COMPLETION_CHARACTERS, CONVERSATION_CHARACTERS, ERROR_CHARACTERS = 200, 400, 600, 120
-"""Shown in the table; a conversation has several messages or calls a tool."""
+"""Most characters of each kind of text in the table; a conversation has several messages or calls a tool."""
 
 STYLES = {Kind.CALL: "cyan", Kind.RESULT: "dim", Kind.FAILURE: "red", Kind.GAP: "dim italic"}
 
@@ -61,7 +61,7 @@ class CompletionLog:
     sent_as: str = "completions"  # name of the table in trackers
     folder: Path = Path("completions")  # of the files, in the output folder
     name: str = "completions"  # of the files; a slash, as in hub ids, is written as a dash
-    enabled: bool = True  # False: take rows and do nothing with them (processes other than the first)
+    enabled: bool = True  # False: ignore rows (processes other than the first)
     reward_names: list[str] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -84,10 +84,10 @@ class CompletionLog:
         errors: Sequence[str | None] | None = None,
         images: Sequence[Sequence[bytes]] | None = None,
     ) -> None:
-        """Take rollouts of a step (from 1), or of an evaluation; a reward is None where its function abstained.
+        """Add rollouts of a step (from 1), or of an evaluation; a reward is None where its function abstained.
 
-        Prompts and completions are texts or message lists; where a completion has several turns or calls a tool, all
-        get the `CONVERSATION_COLUMNS` too, with `counts` as the messages show by default.
+        Prompts and completions are texts or message lists. If a completion has several turns or calls a tool, all rows
+        get the `CONVERSATION_COLUMNS`; `counts` are by default counted from the messages.
         """
         self.reward_names = [_free_name(name, "reward") for name in rewards]
         given: dict[str, Sequence[Any] | None] = {
@@ -108,7 +108,7 @@ class CompletionLog:
         self._unpublished = True
 
     def publish(self, step: int) -> Path | None:
-        """Write a file and show a table, as far as asked for, if rows came since the last call."""
+        """Write a file and show a table, as set, if rows were added since the last call."""
         if not (self.enabled and self._unpublished):
             return None
         self._unpublished = False
@@ -121,7 +121,7 @@ class CompletionLog:
                 f" {format_error(error)}. The run continues without them.",
             )
         if self.show:
-            with suppress(SystemExit, OSError):  # the reader of the output has gone, or its disk is full
+            with suppress(SystemExit, OSError):  # a closed pipe, or a full disk
                 if self.num_to_print != 0:
                     rich.get_console().print(self.table(self.num_to_print, self.unique_prompts))
             self.to_trackers(self.report_to, step)
@@ -171,7 +171,7 @@ class CompletionLog:
         return table
 
     def to_trackers(self, report_to: Sequence[str], step: int) -> None:
-        """Send the rows as a table to every tracker of `report_to` that takes tables."""
+        """Send the rows as a table to every tracker in `report_to` that supports tables."""
         rows = self._chosen(self.unique_prompts)
         for name in report_to:
             if name in TRACKERS and rows:
@@ -192,7 +192,7 @@ class CompletionLog:
 
 
 def warn_of_tracker(name: str, error: Exception) -> None:
-    """Say that a tracker failed; Python's filter shows the same failure once."""
+    """Warn that a tracker failed; Python's filter shows equal warnings once."""
     warn(
         f"{name} could not log ({format_error(error)}). The run continues without it; its metrics are in"
         " trainer_state.json of every checkpoint and its completions in the output folder.",
@@ -213,7 +213,7 @@ def _conversation_columns(completions: Sequence[Any], counts: Sequence[Counts] |
 
 
 def _columns_of(rows: list[Row]) -> list[tuple[str, list[Any]]]:
-    """Columns in the order in which rows introduce them, the fixed last ones last; None where a row lacks one."""
+    """Columns in order of first occurrence, with the fixed last ones at the end; None where a row lacks one."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     last = [name for name in FIXED_COLUMNS[3:] if name in names]
     return [(name, [row.get(name) for row in rows]) for name in [n for n in names if n not in last] + last]
@@ -252,7 +252,7 @@ def _cell(value: Any) -> Any:
 
 
 def _counted(module: Any, images: Sequence[bytes] | None) -> str | None:
-    """Number of images, for trackers whose tables hold none."""
+    """Text with the number of images, for trackers whose tables have no images."""
     return f"{len(images)} image{'s' if len(images) > 1 else ''}" if images else None
 
 
@@ -292,7 +292,7 @@ def _to_mlflow(mlflow: Any, table: str, headers: list[str], cells: list[list[Any
 
 Send = Callable[[Any, str, list[str], list[list[Any]], int], None]  # module, table's name, headers, rows and step
 TRACKERS: dict[str, Send] = {"wandb": _to_wandb, "trackio": _to_trackio, "swanlab": _to_swanlab, "mlflow": _to_mlflow}
-"""Trackers that take tables."""
+"""Trackers that support tables."""
 
 
 def _ending(row: Row) -> str:
@@ -328,6 +328,6 @@ def _number(value: float | None, signed: bool = False) -> str:
 
 
 def decimal(value: float, digits: int) -> str:
-    """A number with so many decimals, or as a power of ten where these would all be 0."""
+    """A number with `decimals` decimals, or as a power of ten if they would all be 0."""
     text = f"{value:.{digits}f}"
     return text if float(text) or not value else f"{value:.1e}"

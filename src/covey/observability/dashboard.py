@@ -1,4 +1,4 @@
-"""Progress of training: a live display on a terminal, one line per log elsewhere."""
+"""Display of training progress: live on a terminal, one line per log elsewhere."""
 
 import html
 import io
@@ -51,14 +51,14 @@ FIGURES: dict[str, tuple[str, str]] = {
 ALWAYS_SHOWN = ("loss", "grad_norm")  # metrics that are shown as nan or inf, too
 SPARKS = "▁▂▃▄▅▆▇█"
 NOTEBOOK_ROWS = 50  # of the table in a notebook
-FIRST_SILENCE, LONGEST_SILENCE = 20.0, 300.0  # seconds without a line, after which one tells what a run is doing
-PHASE_BAR, SHADES = 30, "█▓▒░▞▚▤"  # cells, and signs of phases, which differ where there are no colours
+FIRST_SILENCE, LONGEST_SILENCE = 20.0, 300.0  # seconds without output after which a line says what the run is doing
+PHASE_BAR, SHADES = 30, "█▓▒░▞▚▤"  # width in cells, and characters that tell phases apart without colours
 Figures = list[tuple[str, str]]  # labels and formatted values
 
 
 @dataclass
 class Board:
-    """Latest values of a run, drawn from top to bottom; a part without values is left out."""
+    """Latest values of a run, drawn from top to bottom; parts without values are left out."""
 
     step: int = 0
     max_steps: int = 0  # 0 while unknown
@@ -126,14 +126,14 @@ def readable(logs: dict[str, float]) -> Figures:
 
 
 def _drawn(figures: Figures, title: str = "") -> Columns:
-    """Figures in columns, each with its label however narrow the screen is."""
+    """Figures in columns; a figure is never separated from its label, however narrow the screen."""
     cells = [Text(title, "dim")] if title else []
     cells += [Text.assemble((f"{label} ", "dim"), (value, "bold")) for label, value in figures]
     return Columns(cells, padding=(0, 2))
 
 
 def sparkline(values: list[float]) -> str:
-    """A character per value, its height relative to the smallest and the largest."""
+    """One character per value, with a height between the smallest and the largest value."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""
@@ -163,7 +163,7 @@ def phase_bar(phases: dict[str, float], overlaps: dict[str, float] | None = None
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: 3s, 1m15s, 2h03m."""
+    """A readable duration: 3s, 1m15s, 2h03m."""
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
@@ -171,7 +171,7 @@ def duration(seconds: float) -> str:
 
 
 class Notebook:
-    """One output of a notebook, rewritten while the run continues: a table of the latest logs, with lines around it."""
+    """An output of a notebook that is rewritten during the run: a table of the latest logs, and lines around it."""
 
     def __init__(self) -> None:
         self._handle: Any = None
@@ -240,22 +240,22 @@ class ProgressDisplay(TrainerCallback):
         self.notebook = Notebook() if self.console.is_jupyter and not plain else None
         file = self.console.file
         if isinstance(file, io.TextIOWrapper) and file.errors in ("strict", "surrogateescape"):
-            file.reconfigure(errors="backslashreplace")  # one that cannot encode a sign ends no run
+            file.reconfigure(errors="backslashreplace")  # a stream that cannot encode a character must not end the run
         self.board = Board()
-        self.until: int | None = None  # the last step, where it is not that of the schedule
+        self.until: int | None = None  # the last step, if it is not the schedule's
         self._clock = clock
         self._began: tuple[int, float] | None = None
-        self._tokens: tuple[float, float] | None = None  # so far, and the seconds of training
+        self._tokens: tuple[float, float] | None = None  # (tokens so far, seconds of training)
         self._trained = 0.0  # seconds in phases of training: without evaluations, checkpoints and reports
         self._stop: Callable[[], Any] | None = None
         self._activity: Activity | None = None
-        self._beats: threading.Event | None = None  # set to end the lines of a run that logs nothing for long
+        self._beats: threading.Event | None = None  # set it to end the lines of a run that is silent for long
         self._said, self._patience = clock(), FIRST_SILENCE
         self._hidden = False  # another process shows the run
         self._training = False
 
     def follow(self, activity: Activity) -> None:
-        """Show what is done within a step, and evaluations without training, too."""
+        """Also show the activity within a step, and evaluations without training."""
         self._activity = activity
         reference = weakref.WeakMethod(self._on_activity)
 
@@ -274,7 +274,7 @@ class ProgressDisplay(TrainerCallback):
             self._show()
 
     def _show(self) -> None:
-        """Begin the live display, or elsewhere the lines of a run that logs nothing for long."""
+        """Begin the live display or, without a terminal, the lines of a run that is silent for long."""
         if self.plain or self._hidden:
             return
         self.board.activity = self._activity
@@ -297,7 +297,7 @@ class ProgressDisplay(TrainerCallback):
         threading.Thread(target=beat, name="covey-progress", daemon=True).start()
 
     def _beat(self) -> None:
-        """Say what is done where nothing was said for long, each time after twice as long."""
+        """Print a line with the current activity after a long silence, each time after twice as long."""
         activity, now = self._activity, self._clock()
         if activity is not None and (doing := str(activity)) and now - self._said >= self._patience:
             self._patience = min(2 * self._patience, LONGEST_SILENCE)
@@ -361,7 +361,7 @@ class ProgressDisplay(TrainerCallback):
         self.on_evaluate(args, state, control)
 
     def close(self) -> None:
-        """Stop the live display; also happens when this object goes away, as after an exception."""
+        """Stop the live display; also called when this object is collected, as after an exception."""
         if self.notebook is not None:
             self.notebook.end()
         if self._stop is not None:
@@ -373,18 +373,18 @@ class ProgressDisplay(TrainerCallback):
             self._beats = None
 
     def tell(self, line: str) -> None:
-        """Show a line among those of the run."""
+        """Print a line in the output of the run."""
         self._say(line)
 
     def announce(self, line: str) -> None:
-        """Show a line at once, above the live display where there is one; called from any thread."""
+        """Print a line immediately, above the live display if there is one; called from any thread."""
         if self._stop is None:
             say(line)
         else:
             self._say(line.lstrip())
 
     def _take(self, logs: dict[str, Any]) -> bool:
-        """Replace all figures with a rollout batch's first log; those of its further updates (False) are added."""
+        """Replace all figures with a rollout batch's first log; figures of its further updates (False) are added."""
         board, taken = self.board, {name: value for name, value in logs.items() if isinstance(value, int | float)}
         if begins := "reward" in logs or "completions/mean_length" in logs:
             board.logs = {}
@@ -415,12 +415,12 @@ class ProgressDisplay(TrainerCallback):
             return
         if self.console.is_terminal:
             line = folded(line, self.console.width)
-        with suppress(SystemExit, OSError, ValueError):  # its reader has gone, its disk is full, or it was closed
+        with suppress(SystemExit, OSError, ValueError):  # a closed pipe, a full disk, or a closed stream
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def folded(line: str, width: int) -> str:
-    """A line broken between its figures, where a terminal would break it anywhere."""
+    """A line wrapped between its figures; a terminal would break it anywhere."""
     lines: list[str] = []
     for figure in line.split("  "):
         if lines and len(lines[-1]) + 2 + len(figure) <= width:

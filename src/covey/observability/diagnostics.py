@@ -1,4 +1,4 @@
-"""Diagnostics of runs that do not learn: findings in their metrics, each reported once, with what to check."""
+"""Diagnostics of runs that do not learn: findings in their metrics, each reported once, with advice."""
 
 import math
 import re
@@ -17,17 +17,17 @@ from covey.core.findings import CheckWarning, Finding
 from covey.observability.findings import add_findings
 from covey.observability.record_files import FOLDER, WARNINGS
 
-STREAK = 5  # logs or steps in a row that must agree before something is said
-BEGIN = 3  # with which the latest are compared
-RECENT = 100  # gradient norms whose median is the usual one
+STREAK = 5  # logs or steps in a row that must agree before a finding is reported
+BEGIN = 3  # first logs or steps, with which the latest are compared
+RECENT = 100  # gradient norms whose median counts as the usual one
 
 # What a course shows, in a run and in `covey doctor` alike
 ONE_ANSWER = 0.8  # share of completions with the same answer, over different prompts
-EARLIER = 0.6  # of that share, which there was at most at the beginning
-BEYOND = 0.25  # by which it exceeds the share of the most common right answer
-VANISHED, SOME = 0.1, 0.1  # of the entropy that is left, and nats from which on there was any
+EARLIER = 0.6  # largest share at the beginning, relative to the share at the end
+BEYOND = 0.25  # smallest excess over the share of the most common right answer
+VANISHED, SOME = 0.1, 0.1  # largest share of the entropy that is left, and smallest entropy at the beginning, in nats
 EXPLODED = 20.0  # times the usual gradient norm
-RISEN = 0.1  # of the range of rewards
+RISEN = 0.1  # share of the range of rewards by which the mean must have risen
 BY_LENGTH = 0.98  # correlation of rewards with lengths
 
 Log = dict[str, Any]
@@ -43,7 +43,7 @@ class Streak:
 
 
 class Course:
-    """A run so far: its first and latest logs or steps, and what is kept of those between them.
+    """The course of a run so far: its first and latest logs or steps, and a summary of those in between.
 
     Its size does not grow with the run. `begin` and `end` are the numbers of logs that are compared.
     """
@@ -61,7 +61,7 @@ class Course:
         self.streaks = {code: Streak() for code in FINDINGS}
 
     def add(self, log: Log, args: Any) -> None:
-        """Add the metrics of a log or step; one without new completions says nothing."""
+        """Add the metrics of a log or step; one without new completions is ignored."""
         if "frac_reward_zero_std" not in log and "teacher/kl" not in log:
             return
         if len(self.end) == self.end.maxlen:
@@ -84,7 +84,7 @@ class Course:
             streak.logs.append(log)
 
     def _keep(self, log: Log) -> None:
-        """Note what leaves the latest logs."""
+        """Add a log to the summary when it is no longer among the latest."""
         self.had_signal = self.had_signal or log.get("frac_reward_zero_std", 1) < 1
         if (reward := log.get("reward")) is None:
             return
@@ -94,23 +94,23 @@ class Course:
 
     @property
     def sides(self) -> tuple[Sequence[Log], Sequence[Log]]:
-        """The first and the latest of a course that is long enough; else nothing."""
+        """The first and the latest logs, if the course is long enough; else empty lists."""
         return (self.begin, [*self.end]) if self.count >= self._least else ((), ())
 
     @property
     def rose(self) -> bool:
-        """The mean reward is higher at the end than at the beginning by more than a tenth of its range."""
+        """True if the mean reward has risen from beginning to end by more than a tenth of its range."""
         first, last = (_mean(side, "reward") for side in self.sides)
         return last > first + RISEN * (self.means[1] - self.means[0])
 
     def findings(self, args: Any, ended: bool = False, entries: str = "logs") -> Iterator[Finding]:
-        """Findings about the latest; all are enough if a run `ended` before `STREAK`."""
+        """Findings about the latest logs or steps; fewer than `STREAK` are enough if the run has `ended`."""
         found = [one for course in COURSES if (one := course(self)) is not None]
         yield from found
         needed = max(2, min(STREAK, self.count)) if ended else STREAK
         for code, streak in self.streaks.items():
             if streak.count < needed or (code == "signal-sparse" and any(one.code == "reward-lost" for one in found)):
-                continue  # a reward that was lost says why
+                continue  # the lost reward is the cause
             first, last = streak.first, streak.logs[-1].get("step")
             steps = f"step {first}" if first == last else f"steps {first} to {last}"
             evidence, fix = _said(code, [*streak.logs], args)
@@ -119,7 +119,7 @@ class Course:
 
 
 def advice(log_history: Iterable[Log], args: Any, ended: bool = False) -> list[Finding]:
-    """Findings about the latest logs of training; all are enough if a run `ended` before `STREAK`."""
+    """Findings about the latest logs of training; fewer than `STREAK` are enough if the run has `ended`."""
     course = Course()
     for entry in log_history:
         course.add(entry, args)
@@ -127,7 +127,7 @@ def advice(log_history: Iterable[Log], args: Any, ended: bool = False) -> list[F
 
 
 def said_of(log: Log, args: Any) -> Iterator[tuple[str, str, str]]:
-    """Code, evidence and fix of each cause that a single log shows."""
+    """Code, evidence and fix of each cause that can be seen in a single log."""
     for code, (holds, _) in FINDINGS.items():
         if holds(log, args):
             yield code, *_said(code, [log], args)
@@ -209,7 +209,7 @@ def _parser(args: Any) -> str:
 
 OF_THE_CALL = {
     "wrong_argument": "had an argument that is missing, unknown or of another type",
-    "unknown_tool": "named a tool that there is not",
+    "unknown_tool": "named a tool that does not exist",
 }
 FAILED = ("timeout", "exception", *OF_THE_CALL)
 """Kinds of failures of calls that could be read."""
@@ -286,11 +286,11 @@ FINDINGS: dict[str, tuple[Callable[[Log, Any], bool], Callable[[list[Log], Any],
     "tools-slow": (_tools_are_slow, _slow_tools),
     "teacher-disagrees": (lambda log, args: log.get("teacher/kl", 0.0) > DISAGREES, _another_teacher),
 }
-"""Code: what each of the logs must satisfy, and evidence and fix of those that do."""
+"""By code: the condition that each log must satisfy, and a function that gives evidence and fix."""
 
 
 def _mean(logs: Sequence[Log], name: str) -> float:
-    """Mean of a metric over logs; NaN if one of them lacks it."""
+    """Mean of a metric over logs; NaN if a log lacks it."""
     values = [log[name] for log in logs if log.get(name) is not None]
     return fmean(values) if values and len(values) == len(logs) else math.nan
 
@@ -300,7 +300,7 @@ def _steps(logs: Sequence[Log]) -> str:
 
 
 def collapsed(started: float, share: float, right: float) -> bool:
-    """One answer to different prompts, of the share given, where there were others at the beginning and should be."""
+    """Finding if one answer is given to most prompts, unlike at the beginning and unlike the right answers."""
     return share >= ONE_ANSWER and started <= EARLIER * share and share - right >= BEYOND
 
 
@@ -314,20 +314,20 @@ def _collapsed(course: Course) -> Finding | None:
     (before, now), right = (_mean(side, name) for side in (begin, end)), _mean(end, f"{name}_reference")
     known = right == right
     if not collapsed(before, now, right if known else 0.0) or (not known and course.rose):
-        return None  # rows without right answers may all be answered alike, if that is paid
+        return None  # without right answers, one answer to all rows may be what the reward wants
     rows = f"; the most common right answer would be {right:.0%}" if known else ""
     return Finding(
         "collapse",
         "warning",
         f"Completions have become alike: in {_steps(end)} {now:.0%} of them give the same answer, to different prompts"
         f" (completions/most_common), after {before:.0%} in {_steps(begin)}{rows}.",
-        "A constant answer may be paid too well: let the reward give nothing for form alone, use more and balanced"
+        "The reward may be too high for a constant answer: give nothing for format alone, use more and balanced"
         " rows, and lower learning_rate or set beta.",
     )
 
 
 def _without_entropy(course: Course) -> Finding | None:
-    """The entropy vanished and the reward has not risen."""
+    """Finding if the entropy vanished while the reward did not rise."""
     begin, end = course.sides
     before, now = (_mean(side, "entropy") for side in (begin, end))
     first, last = (_mean(side, "reward") for side in (begin, end))
@@ -337,13 +337,13 @@ def _without_entropy(course: Course) -> Finding | None:
         "learning-rate-high",
         "warning",
         f"The entropy fell from {before:.2g} nats in {_steps(begin)} to {now:.2g} in {_steps(end)}, and the reward did"
-        f" not rise ({first:.3g} and {last:.3g}): the policy samples the same whatever it is paid.",
+        f" not rise ({first:.3g} and {last:.3g}): the policy samples the same completions whatever reward they get.",
         "Lower learning_rate, or set beta or entropy_coef.",
     )
 
 
 def _exploded(course: Course) -> Finding | None:
-    """Gradients far larger than those before."""
+    """Finding if gradients are far larger than before."""
     norms = [*course.norms]
     before, end = [norm for norm in norms[:-BEGIN] if math.isfinite(norm)], norms[-BEGIN:]
     if len(before) < BEGIN or not (usual := median(before)) or min(end) < EXPLODED * usual:
@@ -357,7 +357,7 @@ def _exploded(course: Course) -> Finding | None:
 
 
 def _paid_for_length(course: Course) -> Finding | None:
-    """Rewards that follow the length of completions in every step."""
+    """Finding if rewards follow the length of completions in every step."""
     name, (_, end) = "reward_length_correlation", course.sides
     if not end or any(abs(log.get(name) or 0.0) < BY_LENGTH for log in end) or len({log[name] > 0 for log in end}) > 1:
         return None
@@ -371,7 +371,7 @@ def _paid_for_length(course: Course) -> Finding | None:
 
 
 def lost(course: Course) -> bool:
-    """Equal rewards, as low as any, after higher ones that differed."""
+    """True if all rewards are equal and as low as any before, after higher rewards that differed."""
     end = course.end
     last = [log["reward"] for log in end if log.get("reward") is not None]
     if course.peak is None or len(last) < len(end) or any(log.get("frac_reward_zero_std") != 1 for log in end):
@@ -387,8 +387,8 @@ def _lost(course: Course) -> Finding | None:
     return Finding(
         "reward-lost",
         "warning",
-        f"A reward that was there has died: it was {course.peak['reward']:.3g} at step {course.peak['step']}, and every"
-        f" completion of {_steps([*course.end])} gets {course.end[-1]['reward']:g}.",
+        f"Completions no longer get the reward that they got before: its mean was {course.peak['reward']:.3g} at step"
+        f" {course.peak['step']}, and every completion of {_steps([*course.end])} gets {course.end[-1]['reward']:g}.",
         "Read the completions of the steps where it fell. Lower learning_rate or set beta, and go back to a checkpoint"
         " before it; or the function depends on something that has changed.",
     )
@@ -401,13 +401,13 @@ COURSES: tuple[Callable[[Course], Finding | None], ...] = (
     _paid_for_length,
     _lost,
 )
-"""What a course of logs or steps shows, most of them by comparing its beginning with its end."""
+"""Functions that find causes in the course of a run, mostly by comparing its beginning with its end."""
 
 
 class Advice(TrainerCallback):
-    """Warns once about each finding, on the main process, while the run still continues or at its end.
+    """Warns once about each finding, on the main process, during the run or at its end.
 
-    It looks at each optimizer step by `step`, which gives its metrics, so that nothing waits for `logging_steps`.
+    `step` returns the metrics of each optimizer step, so that findings do not wait for `logging_steps`.
     """
 
     def __init__(self, step: Callable[[], Log] = dict) -> None:
@@ -416,7 +416,7 @@ class Advice(TrainerCallback):
         self._course = Course()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A further run may be warned again."""
+        """Start again: a further run may warn again."""
         self._said, self._course = set(), Course()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -442,7 +442,7 @@ class Advice(TrainerCallback):
 
 
 class LogEnds(TrainerCallback):
-    """Logs the first and the last step too, whatever `logging_steps` is, so that no run is without a curve."""
+    """Logs the first and the last step as well, whatever `logging_steps` is, so that every run has a curve."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         last = control.should_training_stop or 0 < state.max_steps <= state.global_step

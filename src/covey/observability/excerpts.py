@@ -1,4 +1,4 @@
-"""Excerpts of long conversations and thumbnails of images, for people."""
+"""Excerpts of long conversations and thumbnails of images, for display."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -35,7 +35,7 @@ def excerpt(conversation: Sequence[Entry], width: int) -> list[Entry]:
 
 
 def _by_interest(conversation: Sequence[Entry]) -> tuple[list[int], int]:
-    """All indexes, the most informative first, and the number of those that every excerpt includes."""
+    """Indexes of all entries, the most informative first, and how many of them every excerpt includes."""
     size = len(conversation)
     if not size:
         return [], 0
@@ -48,7 +48,7 @@ def _by_interest(conversation: Sequence[Entry]) -> tuple[list[int], int]:
 
 
 def _unit_width(conversation: Sequence[Entry], indexes: list[int], weights: dict[int, int], width: int) -> int:
-    """Characters for an entry of weight 1; what shorter entries do not need goes to the others."""
+    """Characters for an entry of weight 1; entries that are shorter leave the rest to the others."""
     gaps = sum(after > before + 1 for before, after in zip([-1, *indexes], indexes, strict=False))
     left = width - len(indexes) - 12 * gaps
     total = sum(weights[index] for index in indexes)

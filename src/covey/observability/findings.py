@@ -1,4 +1,4 @@
-"""Files of findings in the record of a run."""
+"""Reading and writing files of findings in the record of a run."""
 
 import json
 from collections.abc import Iterable
@@ -11,14 +11,14 @@ from covey.runtime.files import written_whole
 
 
 def read_findings(path: Path) -> list[dict[str, Any]]:
-    """Findings of a file; none where it is missing or cannot be read."""
+    """Findings in a file; empty if it is missing or cannot be read."""
     with suppress(OSError, ValueError):
         return list(json.loads(path.read_text()))
     return []
 
 
 def add_findings(path: Path, findings: Iterable[Finding]) -> None:
-    """Add to the findings of a file; one that is there already is replaced by the new one of its code."""
+    """Add findings to a file; a new finding replaces an older one of the same code."""
     known = {one["code"]: one for one in read_findings(path)}
     known |= {finding.code: finding.as_dict() for finding in findings}
     with written_whole(path) as new:

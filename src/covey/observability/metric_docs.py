@@ -1,8 +1,8 @@
 """Names of metrics: their descriptions, which are the tables of docs/metrics.md, and the evaluation sets in a log.
 
 Keys of descriptions are metric names; `{name}` stands for the name of a reward function or a phase. During an
-evaluation the same names carry the prefix `eval_`. Every evaluation logs its runtime and a reward, which tells names of
-sets from metrics'.
+evaluation the same names have the prefix `eval_`. Names of evaluation sets are found by the runtime and the reward that
+every evaluation logs.
 """
 
 import functools
@@ -28,7 +28,7 @@ def meanings() -> dict[str, str]:
 
 
 def is_taken(name: str) -> bool:
-    """True for a name that the trainer or Hugging Face's loop logs itself, rather than rewards and environments."""
+    """True for a name that the trainer or Hugging Face's code logs, rather than rewards or environments."""
     of_the_loop = name in OF_THE_LOOP or name.startswith("eval_")
     return (of_the_loop or meaning(name) is not None) and not name.startswith("environment/")
 
@@ -39,7 +39,7 @@ def meaning(name: str) -> str | None:
 
 
 def place(name: str) -> int:
-    """Row of the page that describes a metric; the number of rows for one that none describes."""
+    """Index of the row that describes a metric; the number of rows if none does."""
     return next((row for row, (key, _) in enumerate(_patterns()) if key.fullmatch(name)), len(_patterns()))
 
 

@@ -1,4 +1,4 @@
-"""Metrics of a run: collected as statistics, merged over micro-batches and processes, divided once when logged.
+"""Metrics of a run: collected as statistics, merged over micro-batches and processes, and divided when logged.
 
 Letters: N rollouts of all processes, F reward functions, P prompts, G rollouts per prompt.
 """
@@ -21,28 +21,28 @@ from covey.core.likeness import Keys, common_reference, common_share, distinct_a
 from covey.core.stats import Max, Mean, Min, Stat, Sum, merge_all, on_device, read
 
 ZERO_WHEN_EMPTY = tuple(f"completions/{which}_terminated_length" for which in ("mean", "min", "max"))
-"""Logged as 0 where a window has no value, so that the columns exist from the first log on."""
+"""Metrics that are logged as 0 if there is no value, so that their columns exist from the first log on."""
 
-MOST_UNREAD = 1000  # sets of statistics whose numbers stay on a device
+MOST_UNREAD = 1000  # most sets of statistics whose numbers stay on a device
 
 Span = tuple[float, float]  # begin and end, seconds on one clock
 
 TRAINER, ROLLOUTS = "trainer", "rollouts"
-"""Lanes of the main thread's phases and of rollouts in flight. Every other lane is that of a reward function."""
+"""Lanes of a timeline: the main thread's phases, and rollouts in flight. Every other lane is a reward function."""
 
-EVALUATE = "evaluate"  # the phase that all time of an evaluation is charged to, that of phases inside it, too
+EVALUATE = "evaluate"  # phase of an evaluation, which includes the time of phases inside it
 
 _KINDS: dict[str, type] = {kind.reduction: kind for kind in (Mean, Min, Max, Sum)}
 
 
 class MetricLog:
-    """Statistics by mode ("train", "eval"), reduced over processes when drained."""
+    """Statistics by mode ("train", "eval"); a window, between two logs, is reduced over processes at its end."""
 
     def __init__(self, gather: Callable[[Any], list[Any]] | None = None):  # one object to those of all ranks
         self._gather = gather or (lambda mine: [mine])
         self._stats: dict[str, dict[str, Stat]] = {}  # of windows, without those of `_step`
         self._step: dict[str, Stat] = {}  # of training, since the last `end_step`
-        self._unread: dict[str, list[dict[str, Stat]]] = {}  # by mode, from the first whose numbers are on a device
+        self._unread: dict[str, list[dict[str, Stat]]] = {}  # by mode, in order; the first has numbers on a device
 
     def add(self, stats: dict[str, Stat], mode: str = "train") -> None:
         """Merge statistics of this process into the current window; numbers on a device are not read yet."""
@@ -57,26 +57,26 @@ class MetricLog:
         merge_all(self._step if mode == "train" else self._stats.setdefault(mode, {}), stats)
 
     def _merged(self) -> dict[str, dict[str, Stat]]:
-        """The windows with everything that was added."""
+        """The windows, including unread statistics."""
         self._read()
         return {**self._stats, "train": merge_all(dict(self._stats.get("train", {})), self._step)}
 
     def _read(self) -> None:
-        """Merge the unread statistics in the order in which they came, so that sums round as if they had been read."""
+        """Merge the unread statistics in order, so that sums are rounded as if each had been read at once."""
         modes, self._unread = self._unread, {}
         for mode, unread in modes.items():
             for stats in read(unread):
                 self._merge(stats, mode)
 
     def end_step(self) -> dict[str, float]:
-        """This process's values of the optimizer step that ends, by name, without NaN."""
+        """This process's values of the ending optimizer step, by name, without NaN."""
         self._read()
         ended, self._step = self._step, {}
         merge_all(self._stats.setdefault("train", {}), ended)
         return {name: value for name, stat in ended.items() if not math.isnan(value := stat.value())}
 
     def drain(self, mode: str, prefix: str = "") -> dict[str, float]:
-        """End a window, on all processes together: values by name, without NaN, except for `ZERO_WHEN_EMPTY`."""
+        """End a window on all processes together (collective); returns values by name, without NaN."""
         merged, window = dict[str, Stat](), self._merged().get(mode, {})
         self._stats.pop(mode, None)
         if mode == "train":
@@ -123,11 +123,11 @@ def rollout_batch_stats(
     likeness: Sequence[Keys] = (),
     members_PG: Tensor | None = None,
 ) -> dict[str, Stat]:
-    """Metrics of a rollout batch; arguments describe the rollouts of all processes, those of a group consecutive.
+    """Metrics of a rollout batch, from the rollouts of all processes; those of a group are consecutive.
 
     `members_PG` are the rollouts that are compared with each other (-1 for none); by default those of each group.
-    Rewards are [N, F] and unweighted, NaN where a function abstained, their weights [F] or [N, F]. Every process may
-    add the result to its own log: merging them gives the same values as one process.
+    Rewards are [N, F] and unweighted, NaN where a function abstained; their weights are [F] or [N, F]. If every process
+    adds the result to its own log, merging them gives the values of a single process.
     """
     rewards_NF = rewards_NF.double()
     total_N = weighted_total(rewards_NF, weights.double())
@@ -168,13 +168,13 @@ def _gathered(values_N: Tensor, members_PG: Tensor) -> Tensor:
 def stats_by_label(
     kind: str, labels: Sequence[str], means: Mapping[str, Sequence[float]], deviations: Mapping[str, Sequence[float]]
 ) -> dict[str, Stat]:
-    """Metrics `{kind}/{label}/{name}` over the rollouts of each label, such as their role; "" is no label.
+    """Metrics `{kind}/{label}/{name}` over the rollouts with each label, such as a role; "" is no label.
 
     Args:
-        kind: of the labels, `roles` or `sources`.
-        labels: [N] of each rollout.
+        kind: kind of label, `roles` or `sources`.
+        labels: [N] label of each rollout.
         means: by name, [N] values whose mean is the metric; NaN is none.
-        deviations: likewise, of metrics that are the standard deviation over a rollout batch.
+        deviations: by name, [N] values whose standard deviation over a rollout batch is the metric.
     """
     stats: dict[str, Stat] = {}
     for label in dict.fromkeys(one for one in labels if one):
@@ -188,7 +188,7 @@ def stats_by_label(
 
 
 def correlation_within(totals_PG: Tensor, lengths_N: Sequence[float]) -> float | None:
-    """Correlation within groups of rewards and lengths; None where one of them does not differ."""
+    """Correlation of rewards and lengths within groups; None if one of them is constant in every group."""
     lengths_PG = torch.tensor(lengths_N, dtype=torch.float64).view_as(totals_PG)
     known = ~totals_PG.isnan()
     pair = (centred(torch.where(known, values.double(), torch.nan)).nan_to_num() for values in (totals_PG, lengths_PG))
@@ -205,8 +205,8 @@ def _deviation(values_N: Tensor) -> float:
 class PhaseTimer:
     """Sums of wall-clock seconds in named phases of one thread; a phase inside another pauses the outer one.
 
-    Work on a GPU is counted where the host waits for it. `notice` is called with each phase that begins or continues,
-    `span` with name, begin and end of every interval that is charged to a phase.
+    Work on a GPU is counted in the phase in which the host waits for it. `notice` is called with each phase that begins
+    or continues, `span` with name, begin and end of every interval that is counted for a phase.
     """
 
     clock: Callable[[], float] = time.perf_counter
@@ -218,7 +218,7 @@ class PhaseTimer:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Charge the time inside the `with` block, without that of inner phases, to `name`."""
+        """Context whose time, without that of inner phases, is counted for `name`."""
         self._settle()
         self.open.append(name)
         try:
@@ -227,7 +227,7 @@ class PhaseTimer:
         finally:
             self._settle()
             self.open.pop()
-        if self.open:  # not after an exception: the last notice then names the phase that failed
+        if self.open:  # not after an exception, when the last notice must name the phase that failed
             self.notice(self.open[-1])
 
     def drain(self) -> dict[str, float]:
@@ -237,7 +237,7 @@ class PhaseTimer:
         return seconds
 
     def _settle(self) -> None:
-        """Charge the time since the last change to the innermost open phase."""
+        """Count the time since the last change for the innermost open phase."""
         now = self.clock()
         if self.open:
             name = EVALUATE if self.open[0] == EVALUATE else self.open[-1]
@@ -256,12 +256,12 @@ class Timeline:
 
     def begin(self, now: float) -> None:
         self._began.append(now)
-        for spans in self._lanes.values():  # of earlier rollout batches, which nobody asks for
+        for spans in self._lanes.values():  # of earlier rollout batches, which are not needed any more
             while spans and spans[0][1][1] < self._began[0]:
                 spans.popleft()
 
     def add(self, lane: str, name: str, spans: Iterable[Span]) -> None:
-        """Add spans; one that begins where the last of its name ended extends it."""
+        """Add spans; one that begins where the last span of its name ended extends that one."""
         lane_spans = self._lanes.setdefault(lane, deque(maxlen=20_000))
         for begin, end in spans:
             if lane_spans and lane_spans[-1][0] == name and lane_spans[-1][1][1] == begin:
@@ -299,14 +299,14 @@ class Timeline:
         return [(name, (begin, end)) for name, (begin, end) in cut if begin < end]
 
 
-BINS = 480  # of a timeline that is drawn
+BINS = 480  # parts of a drawn timeline
 
 
 def drawn(timeline: Timeline) -> dict[str, Any] | None:
-    """The latest rollout batch in parts of equal length, however many spans it has; None before anything has run.
+    """The latest rollout batch in `BINS` parts of equal length; None if there is none yet.
 
-    `seconds` is its length; `phases` (name, begin, end) are those of the trainer, `rollouts` the number in flight in
-    the middle of each part, and `rewards` the spans (begin, end) in which each reward function worked.
+    `seconds` is its length, `phases` are the trainer's as (name, begin, end), `rollouts` the number in flight in the
+    middle of each part, and `rewards` the spans (begin, end) of each reward function.
     """
     window = timeline.window()
     if window is None or not timeline.spans(TRAINER):

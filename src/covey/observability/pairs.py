@@ -15,8 +15,9 @@ Row = dict[str, Any]
 def pairs(record: Path, weights: Sequence[float] = ()) -> list[tuple[Row | None, Row]]:
     """The first completion of a prompt in the first and in the last of several evaluations, or rollout batches.
 
-    Evaluations come first, which ask the same prompts each time; of prompts in training, those that came again are
-    pairs. Without any pair the latest completions stand alone. Each row has its total `reward` by the `weights`.
+    Evaluations are preferred, because they have the same prompts each time; else prompts that training sampled more
+    than once are used. Without any pair, the latest completions are returned alone. Each row has its total `reward` by
+    the `weights`.
     """
     of_training: dict[int, list[Path]] = {}
     for path in all_files(record):

@@ -1,4 +1,4 @@
-"""Curves of a run as one picture: small multiples over optimizer steps. Needs no screen."""
+"""Curves of a run as one picture with several small plots over optimizer steps; needs no screen."""
 
 import math
 import re
@@ -26,7 +26,7 @@ PHASES = {
     "wait": "#c2344b",
     "evaluate": "#8a6d1f",
 }
-"""Colours of phases, on the terminal as in pictures."""
+"""Colours of phases, on the terminal and in pictures."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Panel:
 
     title: str
     curves: dict[str, str]  # metric names and their labels
-    band: tuple[str, ...] = ()  # metrics drawn as a shade: ("low", "high"), or ("deviation",) around the first curve
+    band: tuple[str, ...] = ()  # metrics of a shaded band: ("low", "high"), or ("deviation",) around the first curve
     percent: bool = False  # the axis shows shares
 
 
@@ -55,12 +55,12 @@ PANELS = (
     Panel(
         "What went wrong",
         {
-            "tools/failures/malformed": "calls not to be read",
-            "tools/failures/unknown_tool": "calls of no tool",
+            "tools/failures/malformed": "calls that cannot be read",
+            "tools/failures/unknown_tool": "calls of unknown tools",
             "tools/failures/wrong_argument": "wrong arguments",
             "tools/failures/exception": "tool raised",
             "tools/failures/timeout": "tool too slow",
-            "rollouts/tool_budget": "rollouts out of calls",
+            "rollouts/tool_budget": "rollouts with no calls left",
             "rollouts/failed": "rollouts failed",
         },
         percent=True,
@@ -76,8 +76,8 @@ PANELS = (
     Panel("Gradient norm", {"grad_norm": "norm"}),
 )
 PHASES_PANEL = Panel("Seconds per step by phase", {})
-MOST_BARS = 200  # for each phase, of one log or several: the time to draw a page grows with each
-ROUNDING = 1e-6  # a panel with nothing larger is left out
+MOST_BARS = 200  # most bars per phase; a bar may stand for several logs, as drawing time grows with the number
+ROUNDING = 1e-6  # a panel whose values are all smaller is left out
 
 
 def plot_curves(log_history: list[dict[str, Any]], path: str | Path, title: str = "Training") -> Path | None:
@@ -96,7 +96,7 @@ def plot_curves(log_history: list[dict[str, Any]], path: str | Path, title: str 
 
 
 def drawn_panels(log_history: list[dict[str, Any]]) -> list[Panel]:
-    """The reward and panels of which the logs hold more than zeros and rounding errors."""
+    """The reward panel, and other panels for which the logs have values other than 0."""
     reward, *others = _panels(log_history)
     panels = [reward] * any(series(log_history, name)[1] for name in reward.curves)
     for panel in others:
@@ -129,7 +129,7 @@ def _add_legend(axis: Any, **place: Any) -> None:
 
 
 def series(log_history: list[dict[str, Any]], name: str) -> tuple[list[float], list[float]]:
-    """Steps and values of a metric; lengths of completions that ended are 0 in logs where none did, and left out."""
+    """Steps and values of a metric. Lengths of ended completions are 0 in logs where none ended; these are left out."""
     points = [
         (float(entry.get("step", index)), float(entry[name]))
         for index, entry in enumerate(log_history)
@@ -149,7 +149,7 @@ def smooth(values: list[float], window: int) -> list[float]:
 
 
 def _panels(log_history: list[dict[str, Any]]) -> list[Panel]:
-    """`PANELS` with a curve for each evaluation set, and one of the functions' own rewards where there are several."""
+    """`PANELS` with a curve for each evaluation set, and with a panel of rewards if there are several functions."""
     reward, *others = PANELS
     sets = {f"{prefix(name)}reward": f"evaluation {name}".rstrip() for name in all_sets(log_history)}
     names = dict.fromkeys(key for entry in log_history for key in entry)
@@ -210,7 +210,7 @@ def _finite(value: Any) -> bool:
 
 
 def _draw_phases(axis: Any, entries: list[dict[str, Any]]) -> None:
-    """Seconds per optimizer step, phases stacked; overlapped work as lines, since it does not add to their height."""
+    """Plot seconds per optimizer step with stacked phases; overlapped work is drawn as lines, as it adds no time."""
     steps = np.array([float(entry.get("step", index)) for index, entry in enumerate(entries)])
     widths = np.diff(steps, prepend=0.0)  # optimizer steps that each log is about
     widths[widths <= 0] = 1.0

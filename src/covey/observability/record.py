@@ -1,9 +1,8 @@
-"""Record of a run: its rollouts, and with every token, from which it can be trained again without an engine.
+"""Record of a run's rollouts, with which it can be trained again without an engine if tokens are recorded.
 
-`output_dir/record/` holds `run.json` (settings, versions, dataset, rewards), `metrics.jsonl` and a parquet file for
-each rollout batch, each evaluation and process, which is there as a whole or not at all. A row is a rollout; columns of
-tokens are lists, one value for each token of the completion. `covey.observability.updates` adds the log-probs of the
-updates.
+`output_dir/record/` has `run.json` (settings, versions, dataset, rewards), `metrics.jsonl` and, for each rollout batch
+or evaluation and each process, a parquet file that is written atomically. A row is a rollout; columns of tokens are
+lists with one value per completion token. `covey.observability.updates` adds the log-probs of the updates.
 """
 
 import itertools
@@ -56,7 +55,7 @@ from covey.runtime.user_code import format_error, warn
 
 LIBRARIES = ("covey", "torch", "transformers", "accelerate", "peft", "vllm", "sglang")
 AS_THEY_ARE = ("group", "role", "game", "prompt", "completion", "reused", "calls", "seconds", "tool_seconds")
-"""Fields of a rollout that are columns of its name."""
+"""Fields of a `Rollout` that are columns of the same name."""
 LISTS = dict.fromkeys(("turn_ends", "prompt_ids", "versions"), "int32") | {"sampled": "bool"}
 LISTS["observed"] = "int8"
 LISTS |= dict.fromkeys(("logprobs", "entropies"), "float32")
@@ -65,26 +64,26 @@ OF_TOKENS = (
     *("old_logprobs", "ref_logprobs", "teacher_logprobs"),
     *("advantages", "weights", "entropy_weights", "mismatch_weights"),
 )
-"""Columns of `TrainBatch` [N]; a column that the run does not compute is missing."""
+"""Fields [N] of `TrainBatch` that are columns; those that the run does not compute are missing."""
 GIGABYTE = 10**9
 Grades = Sequence[
     tuple[bool | None, Any]
-]  # of each rollout of an evaluation: right or not, and the answer read from it
+]  # of each rollout of an evaluation: whether it is right, and the answer read from it
 
 
 @dataclass(eq=False)
 class Recorder(TrainerCallback):
-    """Writes the record of this process's rollouts, at the end of the optimizer step that begins to train on them."""
+    """Writes this process's rollouts, at the end of the optimizer step that begins to train on them."""
 
     folder: Path  # `output_dir/record`
     reward_names: list[str]
-    describe: Callable[[], dict[str, Any]]  # -> what goes into run.json
+    describe: Callable[[], dict[str, Any]]  # returns the content of run.json
     rank: int = 0
     processes: int = 1
-    max_bytes: float = 20 * GIGABYTE  # of this process's files; beyond it nothing more is written
-    tokens: bool = True  # keep the columns of tokens, which a replay needs
+    max_bytes: float = 20 * GIGABYTE  # most bytes of this process's files; after that nothing is written
+    tokens: bool = True  # write the columns of tokens, which a replay needs
     tokenizer: Any = None  # its vocabulary is written with the tokens
-    timeline: Timeline | None = None  # of which the latest rollout batch is written at every log
+    timeline: Timeline | None = None  # its latest rollout batch is written at every log
     _pending: list[tuple[int, int, RolloutBatch, TrainBatch]] = field(default_factory=list, init=False)
     _bytes: int = field(default=0, init=False)
     _begun: bool = field(default=False, init=False)
@@ -103,7 +102,7 @@ class Recorder(TrainerCallback):
         self.updates = UpdateLog(self.folder, self.rank, self.processes) if self.tokens else None
 
     def add(self, step: int, rollout_batch: int, scored: RolloutBatch, batch: TrainBatch) -> TrainBatch:
-        """Take a rollout batch that training begins with; returns its training data with numbers of the tokens."""
+        """Record a rollout batch that training begins with; returns its batch with `origin` set."""
         if self.updates is not None:
             unknown = any(rollout.entropies is None for rollout in scored.rollouts)
             batch = self.updates.numbered(batch, rollout_batch, entropies=unknown)
@@ -111,13 +110,13 @@ class Recorder(TrainerCallback):
         return batch
 
     def begin_evaluation(self, name: str) -> None:
-        """Forget what an evaluation of this name has left that did not end."""
+        """Forget rollouts of an earlier evaluation of this name that did not end."""
         self._evaluated[name] = []
 
     def add_evaluated(
         self, name: str, scored: RolloutBatch, batch: TrainBatch | None = None, grades: Grades = ()
     ) -> None:
-        """Take rollouts of the evaluation that has begun, with their advantages or with grades."""
+        """Add rollouts of the current evaluation, with their advantages or with grades."""
         advantages = None if batch is None else [advantage for _, advantage in _outcomes(scored.rollouts, batch)]
         self._evaluated[name].append((scored, advantages, grades))
 
@@ -137,7 +136,7 @@ class Recorder(TrainerCallback):
             self._keep(state.global_step, None, lambda: updates.write(state.global_step))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Append a line of metrics: the time, when this training began, its seconds and CPU seconds, and the memory."""
+        """Append a line of metrics, with the time, this training's begin, seconds and CPU seconds, and memory."""
         if self.rank or not logs or not (self._begun or self._is_training):
             return
         spent = {"cpu_seconds": time.process_time() - self._cpu_before, "memory_gb": _memory() / GIGABYTE}
@@ -165,7 +164,7 @@ class Recorder(TrainerCallback):
         self._is_training = False
 
     def _keep(self, step: int, rollout_batch: int | None, write: Callable[[], Path | None]) -> None:
-        """Write a file, unless the record is full; a failure is a warning, as the run continues."""
+        """Write a file, unless the record is full; a failure is a warning, and the run continues."""
         if self._bytes >= self.max_bytes:
             return
         try:
@@ -185,7 +184,7 @@ class Recorder(TrainerCallback):
             )
 
     def _begin(self, step: int, rollout_batch: int) -> None:
-        """Describe the run; a new one keeps an earlier record elsewhere, a resumed one continues from here."""
+        """Write run.json; a new run moves an earlier record aside, a resumed run continues it."""
         self._begun = True
         evaluations = {
             path: step
@@ -217,7 +216,7 @@ class Recorder(TrainerCallback):
                     self._bytes += path.stat().st_size
         if self.rank == 0:
             self._describe()
-            if lines := read_metrics(self.folder):  # the last one may have been cut off
+            if lines := read_metrics(self.folder):  # the last line may have been cut off
                 kept_lines = [json.dumps(line) + "\n" for line in lines if line["step"] < step]
                 with written_whole(self.folder / METRICS) as new:
                     new.write_text("".join(kept_lines))
@@ -288,7 +287,7 @@ class Recorder(TrainerCallback):
         }
 
     def _image_files(self, rollouts: list[Rollout]) -> list[list[str]]:
-        """Names of small PNG files in `images/`, each written once, however many rollouts show it."""
+        """Names of small PNG files in `images/`; an image in several rollouts is written once."""
         known: dict[int, bytes] = {}
         names = []
         for rollout in rollouts:
@@ -301,7 +300,7 @@ class Recorder(TrainerCallback):
 
 
 def _typed(columns: dict[str, list[Any]]) -> dict[str, Any]:
-    """Columns of a file: messages and data as JSON, and the types of those that may have no value."""
+    """Columns of a file with messages and data as JSON, and the types of columns that may have no value."""
     types = {"error": pa.string(), "right": pa.bool_(), "image_files": pa.list_(pa.string())}
     types |= dict.fromkeys(("advantage", "entropy"), pa.float64())
     typed = {name: pa.array(columns[name], kind) for name, kind in types.items() if name in columns}
@@ -313,7 +312,7 @@ def _rank_of(path: Path) -> int:
 
 
 def _of_tokens(rollouts: list[Rollout], batch: TrainBatch) -> dict[str, Any]:
-    """Columns with a value for each token, and those that say how tokens belong together."""
+    """Columns with a value for each token, and columns that describe the structure of tokens (turns, strands)."""
 
     def lists(values: list[list[Any] | None], kind: Any) -> Any:
         return pa.array(values, pa.list_(kind))
@@ -346,7 +345,7 @@ class Replay:
     reward_names: list[str]
     rank: int = 0
     processes: int = 1
-    needs_routes: bool = False  # rollouts without the experts of their tokens are refused
+    needs_routes: bool = False  # refuse rollouts without the experts of their tokens
 
     def __post_init__(self) -> None:
         described = read_run(self.folder)
@@ -361,7 +360,7 @@ class Replay:
         return self.folder / FOLDER / file_name(rollout_batch, self.rank, self.processes)
 
     def load(self, rollout_batch: int) -> RolloutBatch:
-        """This process's rollouts of a rollout batch; ValueError where the record has none, or no text alone."""
+        """This process's rollouts of a rollout batch; ValueError if its text and tokens are not on record."""
         path = self.path(rollout_batch)
         if not path.exists():
             numbers = [number_of(known) for known in files(self.folder / FOLDER, self.rank)]
@@ -397,7 +396,7 @@ class Replay:
 
 
 def as_scored(rows: list[dict[str, Any]], names: list[str], rollouts: list[Rollout]) -> RolloutBatch:
-    """Rollouts of a record's rows with what else the rows say of them: prompts, and the rewards of these names."""
+    """Rollouts of a record's rows as a `RolloutBatch`, with the rewards of the functions `names`."""
     rewards = [[_number(row[REWARD + name]) for name in names] for row in rows]
     return RolloutBatch(
         [PromptSample(row["data"], row["row"], row["sample"], row.get("source", "")) for row in rows],
@@ -424,10 +423,10 @@ def rollout_of(row: dict[str, Any]) -> Rollout:
 
 
 def _outcomes(rollouts: list[Rollout], batch: TrainBatch) -> Iterator[tuple[str, float | None]]:
-    """Fate and mean advantage of each rollout, over the tokens that are learned from; None where there is none.
+    """Fate of each rollout, and its mean advantage over trained tokens (None without any).
 
-    Fates: `failed`, `absent` (`FinishReason.ABSENT`), `masked` (no token is learned from), `no signal` (all advantages
-    are 0) and `trained`, as also a rollout is that has tokens in another term of the loss.
+    Fates: `failed`, `absent` (`FinishReason.ABSENT`), `masked` (no token is trained), `no signal` (all advantages are
+    0), and `trained`, also if it only has tokens in a further term of the loss.
     """
     assert batch.advantages is not None, "credit is assigned before a rollout batch is recorded"
     of_each = (values.split(batch.lengths.tolist()) for values in (batch.sampled, batch.advantages))
@@ -448,13 +447,13 @@ def _outcomes(rollouts: list[Rollout], batch: TrainBatch) -> Iterator[tuple[str,
 
 
 def _mean_entropy(rollout: Rollout) -> float | None:
-    """Mean entropy over a completion's sampled tokens, in nats; None where it was not measured."""
+    """Mean entropy over a completion's sampled tokens, in nats; None if it was not measured."""
     known = [*itertools.compress(rollout.entropies or (), rollout.sampled)]
     return fmean(known) if known else None
 
 
 def _memory() -> int:
-    """Bytes that the process holds: on the GPU at most so far, without one in memory now."""
+    """Bytes of memory: the peak on the GPU so far or, without a GPU, the process's current memory."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     return int(psutil.Process().memory_info().rss)
@@ -471,7 +470,7 @@ def _number(value: float | None) -> float:
 def _to_json(value: Any) -> str:
     try:
         return json.dumps(value, default=_kind_of)
-    except (TypeError, ValueError, RecursionError):  # keys of other types, or a value within itself
+    except (TypeError, ValueError, RecursionError):  # keys of other types, or a value that contains itself
         return json.dumps(type(value).__name__)
 
 

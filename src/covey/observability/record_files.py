@@ -18,18 +18,18 @@ METRICS, VOCABULARY = "metrics.jsonl", "vocabulary.parquet"
 FINDINGS, WARNINGS = "findings.json", "warnings.json"  # of `covey doctor`, and of the run itself
 TIMELINE, MEASURED = "timeline.json", "measured.json"  # of the latest rollout batch, and of the first step
 OF_THE_RUN = ("run.json", METRICS, VOCABULARY, FINDINGS, WARNINGS, TIMELINE, MEASURED)
-"""Files of the run, rather than of a rollout batch and process."""
+"""Files that exist once per run, rather than per rollout batch and process."""
 AS_JSON = ("data", "prompt", "completion", "steps", "columns", "calls", "answer")
-"""Columns that hold JSON; `answer` in evaluations alone."""
+"""Columns that hold JSON; `answer` only in evaluations."""
 REWARD = "reward/"
 """Prefix of the columns of rewards; null where a function abstained."""
 TERM = "term/"
-"""Prefix of the columns of tokens' weights in terms of the loss besides the surrogate."""
+"""Prefix of columns with tokens' weights in further terms of the loss."""
 EVALUATION_NAME = re.compile(r"(.+)_(\d{5,})(?:_rank(\d+))?\.parquet")
 
 
 def file_name(number: int, rank: int, processes: int, kind: str = "generation") -> str:
-    """Name of a file: `generation_00012.parquet`, of one among several processes `generation_00012_rank1.parquet`."""
+    """Name of a file: `generation_00012.parquet`, or with several processes `generation_00012_rank1.parquet`."""
     return f"{kind}_{number:05d}{f'_rank{rank}' if processes > 1 else ''}.parquet"
 
 
@@ -83,7 +83,7 @@ def count_rows(path: Path) -> int:
 
 
 def write_table(path: Path, columns: Mapping[str, Any]) -> Path:
-    """Write columns into a parquet file, which is there as a whole or not at all."""
+    """Write columns into a parquet file, atomically."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -93,7 +93,7 @@ def write_table(path: Path, columns: Mapping[str, Any]) -> Path:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Lines of `metrics.jsonl`, without a last one that was cut off; none where there is no file."""
+    """Lines of `metrics.jsonl`, without a last one that was cut off; empty if there is no file."""
     lines = []
     with suppress(OSError), (folder / METRICS).open() as file:
         for line in file:
@@ -103,10 +103,10 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def spent(lines: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """Seconds, and CPU seconds of the main process, from the first log to the last; NaN where they are not known.
+    """Seconds, and CPU seconds of the main process, from the first log to the last; NaN if they are not known.
 
-    Both count from where a training began, and a resumed run has had several: the time between them counts for nothing,
-    and what a later one has spent before its first log counts, as `run_seconds` tells how long that was.
+    A resumed run has several trainings. Time between them is not counted; the time of a later one before its first log
+    is, because `run_seconds` counts from the beginning of each training.
     """
     known = [line for line in lines if all(isinstance(line.get(name), int | float) for name in ("time", "cpu_seconds"))]
     if len(known) < 2:
@@ -124,9 +124,9 @@ def spent(lines: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
 
 
 def _same_training(before: Mapping[str, Any], line: Mapping[str, Any]) -> bool:
-    """Two lines were written between one beginning of training and its end.
+    """True if two lines were written by the same training (between a start or resume and its end).
 
-    Where they do not tell when theirs began, as in records of 0.2.0, by what can only grow within a training.
+    Records of 0.2.0 lack the time at which a training began; there it is seen by values that only grow within one.
     """
     if "began" in before and "began" in line:
         return bool(before["began"] == line["began"])
@@ -134,7 +134,7 @@ def _same_training(before: Mapping[str, Any], line: Mapping[str, Any]) -> bool:
 
 
 def ends_of(values: Sequence[float]) -> tuple[float, float] | None:
-    """A curve's value at first and at last: means over its first and its last tenth; None of an empty one."""
+    """First and last value of a curve, as means over its first and last tenth; None for an empty curve."""
     if not values:
         return None
     tenth = max(1, len(values) // 10)
@@ -142,7 +142,7 @@ def ends_of(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def read_run(run: Path) -> dict[str, Any]:
-    """`run.json` of a run's record; ValueError where there is none."""
+    """`run.json` of a run's record; ValueError if there is none."""
     try:
         described: dict[str, Any] = json.loads((run / FOLDER / "run.json").read_text())
     except (OSError, ValueError) as error:
@@ -154,7 +154,7 @@ def read_run(run: Path) -> dict[str, Any]:
 
 
 def read_data(folder: Path) -> dict[int, dict[str, Any]]:
-    """Rows of the dataset that are on record, by their number."""
+    """Recorded rows of the dataset, by their number."""
     import pyarrow.parquet as pq
 
     rows: dict[int, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""Part of a record: log-probs of tokens in the updates that trained on them, and which of them were clipped.
+"""Part of a record: log-probs of tokens in the updates that trained on them, and which tokens were clipped.
 
 `update_00012.parquet` has a row for each rollout that a process trained on in step 12: the process that sampled it, the
 number of its rollout batch (column `generation`), the index of its first token among all tokens of that batch, and
@@ -18,7 +18,7 @@ from covey.core.losses import token_level
 from covey.core.objective import Objective, policy_loss
 from covey.observability.record_files import file_name, write_table
 
-PLACE_BITS = 32  # of a token's place in its rollout batch; the bits above number rollout batches and processes
+PLACE_BITS = 32  # lower bits, a token's index in its rollout batch; those above number rollout batch and process
 
 
 @dataclass(eq=False)
@@ -28,13 +28,13 @@ class UpdateLog:
     folder: Path
     rank: int
     processes: int
-    _entropies: bool = field(default=False, init=False)  # keep those of the updates, as no engine reported any
+    _entropies: bool = field(default=False, init=False)  # keep the updates' entropies, because the engine reported none
     _rollouts: list[dict[str, Any]] = field(default_factory=list, init=False)
 
     def numbered(self, batch: TrainBatch, rollout_batch: int, entropies: bool) -> TrainBatch:
-        """A rollout batch with numbers of its tokens, by which they are known wherever they are trained on.
+        """The batch with `origin` set, by which tokens are recognised in the updates.
 
-        `entropies`: keep those of the updates, as the engine reported none for some rollout.
+        `entropies`: keep the updates' entropies, because the engine reported none for some rollout.
         """
         self._entropies = entropies
         first = (rollout_batch * self.processes + self.rank) << PLACE_BITS
@@ -43,7 +43,7 @@ class UpdateLog:
     def on_micro_batch(
         self, batch: TrainBatch, logprobs: Tensor, entropies: Tensor | None, objective: Objective, step: int = 0
     ) -> None:
-        """Keep the values of a micro-batch; of one that is repeated, as memory ran out, the last."""
+        """Keep the values of a micro-batch; if it is repeated because memory ran out, the last ones."""
         if batch.origin is None or not batch.num_tokens:
             return
         kept = {"logprobs": logprobs}
@@ -54,7 +54,9 @@ class UpdateLog:
             if objective.ratio_level is not token_level:
                 kept["log_ratios"] = objective.ratio_level(logprobs, batch.old_logprobs, batch.sampled, batch.lengths)
         of_each = {name: values.detach().cpu().split(batch.lengths.tolist()) for name, values in kept.items()}
-        held = (segment_sum(batch.scored.long(), batch.lengths) > 0).tolist()  # not those that keep processes equal
+        held = (
+            segment_sum(batch.scored.long(), batch.lengths) > 0
+        ).tolist()  # without dummy rollouts, which equalise the number of micro-batches
         starts = segment_starts(batch.lengths).clamp(max=batch.num_tokens - 1)
         for row, origin in enumerate(batch.origin[starts].tolist()):
             if held[row] and origin >= 0:
@@ -82,7 +84,7 @@ class UpdateLog:
 def clipped_tokens(
     batch: TrainBatch, logprobs: Tensor, entropies: Tensor | None, objective: Objective, step: int = 0
 ) -> Tensor:
-    """Trained tokens with credit that do not move the surrogate, as a clip or a filter cuts them off: [N] bool."""
+    """[N] bool: trained tokens with an advantage but no gradient from the surrogate, because of a clip or filter."""
     assert batch.advantages is not None and batch.weights is not None, "credit and weights come before the loss"
     constant = None if entropies is None else entropies.detach()
     with torch.enable_grad():
@@ -94,7 +96,7 @@ def clipped_tokens(
 
 
 def vocabulary_of(tokenizer: Any) -> list[bytes]:
-    """Bytes of each token by its id, as they stand in a text."""
+    """Bytes of each token in a text, by its id."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     words = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))

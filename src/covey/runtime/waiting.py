@@ -30,7 +30,7 @@ RUNTIMES = {"GOMP_SPINCOUNT": "libgomp", "KMP_BLOCKTIME": "libiomp5?|libomp"}
 
 
 class Waiting(NamedTuple):
-    """How this process's threads wait, as `import covey` found or set it."""
+    """The waiting of this process's threads, as `import covey` found or set it."""
 
     given: dict[str, str]  # variables that were set before, by the user or by a parent process
     late: tuple[str, ...]  # variables that had no effect, because the runtime was loaded before they were set

@@ -35,10 +35,10 @@ ASSUMED_PROMPT_TOKENS = 256  # default length of a prompt
 LOGIT_COPIES = 2  # tiles of float32 numbers that the head holds at once: logits and probabilities
 
 FILLED = {"cpu": 0.5, "cuda": 0.8}
-"""Share of the memory that a process can get, up to which micro-batches grow and layers keep their activations."""
+"""Share of a process's available memory up to which micro-batches grow and layers keep their activations."""
 
 FUSED = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
-"""Decoders whose norms and MLPs are known to be fused on a CPU; others are estimated as if theirs were not."""
+"""Decoders whose norms and MLPs are known to be fused on a CPU; for others the estimate assumes that they are not."""
 
 SHARDED = {
     "multi_gpu": (False, False, False),
@@ -48,12 +48,12 @@ SHARDED = {
     "zero2": (False, True, True),
     "zero3": (True, True, True),
 }
-"""Sharding of weights, gradients and optimizer state by the accelerate configs that come with Covey."""
+"""By accelerate config shipped with Covey: whether weights, gradients and optimizer state are sharded."""
 
 
 @dataclass(frozen=True)
 class ShardCounts:
-    """Number of processes over which each part of a model is sharded; 1: each process has all of it."""
+    """Number of processes over which each part is sharded; 1: each process has all of it."""
 
     name: str = "multi_gpu"  # a key of `SHARDED`
     processes: int = 1
@@ -69,7 +69,7 @@ class ShardCounts:
 
 
 class Images(NamedTuple):
-    """Images of a prompt: their tokens in the language model, patches of the encoder, and numbers in the pixels."""
+    """Images of a prompt: their tokens in the language model, patches in the encoder, and numbers in the pixels."""
 
     tokens: int = 0
     patches: int = 0
@@ -77,14 +77,14 @@ class Images(NamedTuple):
 
 
 class Opponents(NamedTuple):
-    """Copies of the policy that play seats of a game: as it was at first, and from earlier optimizer steps at most."""
+    """Most copies of the policy that play seats of a game: of the first policy, and of earlier optimizer steps."""
 
     frozen: int = 0
     past: int = 0
 
     @classmethod
     def of(cls, seats: Iterable[Any], kept: int) -> "Opponents":
-        """Copies for seats: "frozen" ones share one, and each n of "policy:n" has `kept` and the next one."""
+        """Copies for seats: "frozen" seats share one; each n of "policy:n" has the `kept` ones and the next."""
         named = {seat for seat in seats if isinstance(seat, str)}
         steps = {n for seat in named if (n := past_steps(seat)) is not None}
         return cls(int(FROZEN in named), len(steps) * (kept + 1))
@@ -99,7 +99,7 @@ class MemoryEstimate:
     """
 
     weights: int  # in their type, quantised ones with scales, or the shard; adapters and what is not quantised: float32
-    reference: int  # copies for a KL penalty and for teachers; 0 with adapters, which are switched off or exchanged
+    reference: int  # copies for a KL penalty and teachers; 0 with adapters, which are switched off or swapped
     gradients: int  # one number per trainable parameter of the shard
     optimizer: int  # `optimizer_states(optim)` numbers per trainable parameter of the shard
     # Saved for the backward pass, T * L * ((2Q + 2K + 4I) * c + H * h), with h in `layer_bytes`; of layers that
@@ -130,15 +130,15 @@ class MemoryEstimate:
     gathered: int = 0
     copy: int = 0  # of sharded weights, all of them while the built-in engine samples
     opponents: int = 0  # copies of the policy in seats of a game; of earlier policies with adapters, the adapters
-    sent: int = 0  # on a CPU, a copy of all weights as servers were last sent them, to send them what changed
+    sent: int = 0  # on a CPU, a copy of the weights last sent to servers, for sending differences
     # Experts of the tokens of a rollout batch, with `routing_replay`: prompts once for each group, a byte or two for
     # each layer and expert of a token.
     routes: int = 0
     micro_batches: int = 2  # of an optimizer step; with several, gradients are there in addition to activations
     micro_batch_tokens: int = 0  # T
-    room: int = 0  # tokens of a micro-batch for which a GPU's memory suffices; 0 where that is not known
+    room: int = 0  # tokens of a micro-batch that fit into a GPU's memory; 0 if unknown
     layers: int = 0  # L
-    kept_layers: int = 0  # those that keep their activations in a micro-batch of T tokens; the others recompute them
+    kept_layers: int = 0  # layers that keep their activations in a micro-batch of T tokens; others recompute
     activation_room: ActivationRoom | None = None  # to decide it for other micro-batches; None: all layers or none
     completion_tokens: int = 0  # of the longest completion
     stored_bytes: int = 4  # s
@@ -146,7 +146,7 @@ class MemoryEstimate:
 
     @property
     def training(self) -> int:
-        """Peak of a training step: at the start of the last backward pass, or with all gradients."""
+        """Peak bytes of a training step: at the start of the last backward pass, or when all gradients exist."""
         saved = self.activations + self.gaps + self.encoder + self.logits
         backward = saved + self.casts - self.apart + self.gathered + self.unpacked
         height = max(backward + self.gradients * (self.micro_batches > 1), self.gradients - self.head_gradient)
@@ -158,7 +158,7 @@ class MemoryEstimate:
 
     @property
     def peak(self) -> int:
-        """The larger of the two: training and sampling alternate."""
+        """Peak bytes: the larger of training and sampling, which alternate."""
         return max(self.training, self.sampling)
 
     @property
@@ -188,12 +188,12 @@ def estimate(
         prompt_tokens: length of a prompt without its `images`.
         peft, quantization: arguments of `peft.LoraConfig`, if adapters are trained, and a `BitsAndBytesConfig`, if the
             weights under them are quantised.
-        counts: the model's parameters, if they are known; otherwise it is built to count them.
-        spread: shards of the model; None: each process has all of it.
+        counts: the model's sizes, if known; otherwise it is built on the meta device to count them.
+        spread: sharding of the model; None: each process has all of it.
         device: "cpu" or "cuda"; None: this machine's.
         device_bytes: memory that the process can get, up to which micro-batches grow (on a GPU) and layers keep their
             activations; 0: unknown.
-        opponents: copies of the policy that it plays against.
+        opponents: copies of the policy that play seats of a game.
     """
     spread, images, device = spread or ShardCounts(), images or Images(), device or args.device.type
     counts = counts or count_parameters(config, peft, quantization, args.frozen_parts())
@@ -205,13 +205,13 @@ def estimate(
     fixed = found.resident + found.gradients + found.casts + LOGIT_COPIES * TILE_BYTES[device]
     size = int(FILLED[device] * device_bytes) - fixed
     per_token = found.activations // found.micro_batch_tokens
-    room = max(0, size) // per_token // 1024 * 1024  # in thousands, so that runs on one machine agree
+    room = max(0, size) // per_token // 1024 * 1024  # in multiples of 1024, so that repeated runs on one machine agree
     keeps = _activation_room(config, args, counts, peft is None, device, size, found) if may_keep(args) else None
     return _estimate(*given, room=room if device == "cuda" else 0, keeps=keeps)
 
 
 def may_keep(args: Any) -> bool:
-    """True if layers recompute for want of memory alone; with `gradient_checkpointing_kwargs` every layer does."""
+    """True if only layers that do not fit recompute; with `gradient_checkpointing_kwargs` every layer does."""
     # Padded rows may be under an attention that keeps its weights, and compiled layers would be compiled again.
     given = args.gradient_checkpointing_kwargs or getattr(args, "activation_checkpointing_kwargs", None)
     return bool(args.gradient_checkpointing and not given and not args.torch_compile and args.attn_layout != "padded")
@@ -220,7 +220,7 @@ def may_keep(args: Any) -> bool:
 def _activation_room(
     config: Any, args: Any, counts: ModelSpec, whole: bool, device: str, size: int, found: MemoryEstimate
 ) -> ActivationRoom:
-    """Room by which a micro-batch decides; on a CPU layers that keep at most double the memory of the run."""
+    """Room by which a micro-batch decides; on a CPU, kept activations may at most double the memory of the run."""
     text = config.get_text_config()
     precision = _precision(config, args, counts, device, sharded=False, whole=whole)
     size -= _cast_numbers(counts, precision, found.layers, found.layers) * precision.computed - found.casts
@@ -245,7 +245,7 @@ def _estimate(
     room: int = 0,
     keeps: ActivationRoom | None = None,
 ) -> MemoryEstimate:
-    """The estimate with micro-batches of up to `room` tokens; `whole`: all weights are trained, not an adapter."""
+    """The estimate with micro-batches of up to `room` tokens; `whole`: all weights are trained, no adapter."""
     text, vision = config.get_text_config(), sees_images(config)
     precision = _precision(config, args, counts, device, sharded=spread.weights > 1, whole=whole)
     prompt = prompt_tokens + images.tokens
@@ -318,7 +318,7 @@ def estimate_of(args: Any, model: Any) -> MemoryEstimate:
 
 
 def available_bytes(args: Any) -> int:
-    """Bytes of its device that this process can get, on a CPU in addition to what it has; 0 if unknown."""
+    """Bytes of its device that this process can get, on a CPU in addition to those it has; 0 if unknown."""
     if args.device.type == "cpu":
         return available_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
     return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
@@ -338,9 +338,9 @@ def _apart(text: Any, precision: "Precision", trainable: int, tokens: int, kept:
 
 
 def _packed_bytes(args: Any, device: str, computed: int, counts: ModelSpec, images: Images) -> int:
-    """Bytes of the copies of linear layers that the built-in engine samples from; of `auto`, as if nothing is rounded.
+    """Bytes of the built-in engine's copies of linear layers; for `auto` as if nothing is rounded.
 
-    Rounded numbers that a CPU has no products for are multiplied in float32.
+    Rounded numbers for which a CPU has no products are multiplied in float32.
     """
     numbers = counts.packed + counts.vision.packed * (images.patches > 0)
     if args.rounds_engine and args.engine_dtype in FORMATS:
@@ -357,20 +357,20 @@ def _gaps(counts: ModelSpec, precision: "Precision", tokens: int, patches: int) 
 
 
 def _keeps_sent(args: Any, whole: bool) -> bool:
-    """True if the trainer holds a copy of the weights that servers were sent; adapters sent alone need none."""
+    """True if the trainer keeps a copy of the weights that servers were sent; adapters sent alone need none."""
     to_servers = args.use_vllm and args.vllm_mode == "server" and args.vllm_weight_transfer != "disk"
     return bool(args.vllm_weight_differences and to_servers and (whole or args.vllm_lora_sync == "merged"))
 
 
 def _copies_of_policy(args: Any) -> int:
-    """Frozen copies: the reference of a KL penalty, which is the teacher "start" as well unless it moves; followers."""
+    """Number of frozen copies: the reference, which is also the teacher "start" unless it moves, and followers."""
     kinds = [*args.teachers.values()]
     first = bool(args.beta) + kinds.count("start")
     return (min(first, 1) if not args.sync_ref_model else first) + kinds.count("follower")
 
 
 def _route_bytes(args: Any, text: Any, prompt: int, completion: int) -> int:
-    """Bytes of the experts of a rollout batch's tokens on a process; 0 where none are replayed."""
+    """Bytes of the routes of a rollout batch's tokens on a process; 0 if none are replayed."""
     top_k = getattr(text, "num_experts_per_tok", None)
     if getattr(args, "routing_replay", None) is None or not top_k:
         return 0
@@ -383,7 +383,7 @@ def _route_bytes(args: Any, text: Any, prompt: int, completion: int) -> int:
 
 
 def _cached_tokens(args: Any, prompt: int, completion: int, vision: bool) -> int:
-    """Tokens in the built-in engine's cache at once: with images, of one group, the prompt in each completion."""
+    """Tokens in the built-in engine's cache at once; with images, of one group, with the prompt in each completion."""
     group = args.num_generations
     if vision:
         return min(args.max_concurrent_completions, group) * (prompt + completion)
@@ -394,9 +394,9 @@ def _cached_tokens(args: Any, prompt: int, completion: int, vision: bool) -> int
 def _vocabulary_gradients(
     text: Any, counts: ModelSpec, number: int, micro_batches: int, whole: bool, device: str
 ) -> tuple[int, int]:
-    """Bytes of the head's gradient at the start of a backward pass, and of the embedding's and the head's beyond it.
+    """Bytes of the head's gradient at the start of a backward pass, and of further gradients of embedding and head.
 
-    A tied weight has both until they are added up at the end. A later micro-batch adds them to existing gradients.
+    A tied weight has two gradients until they are added up. A later micro-batch adds to existing gradients.
     """
     each = text.vocab_size * text.hidden_size * number
     trained = int(whole) if counts.embeddings is None else counts.embeddings
@@ -426,7 +426,7 @@ def largest_micro_batch(
     count = -(-total // tokens)
     if padded or args.attn_layout == "padded":
         return tokens, count
-    return -(-total // (whole * count)) * whole, count  # packed ones are evened out
+    return -(-total // (whole * count)) * whole, count  # packed micro-batches have even sizes
 
 
 def cache_bytes_per_token(text: Any, number: int) -> int:
@@ -435,18 +435,18 @@ def cache_bytes_per_token(text: Any, number: int) -> int:
 
 
 class Precision(NamedTuple):
-    """Bytes of numbers in a micro-batch, and those that are saved."""
+    """Bytes of the numbers in a micro-batch."""
 
     stored: int  # bytes of a weight
     computed: int  # bytes of a number in matrix products
     updated: int  # bytes of a weight that is trained
-    sharded: bool  # weights are gathered in the type of products
+    sharded: bool  # weights are gathered in the dtype of matrix products
     saved: SavedActivations
     fused: bool = False  # norms and MLPs run as `fused_layers` in `covey.policy.fused`
 
     @property
     def casts(self) -> bool:
-        """Autocast or an adapter copies the input of each linear layer that is trained."""
+        """True if autocast or an adapter copies the input of each trained linear layer."""
         return self.computed < self.updated and not self.sharded
 
     @property
@@ -516,7 +516,7 @@ def _optimizer_bytes(args: Any, counts: ModelSpec, text: Any, updated: int) -> i
 
 
 def optimizer_states(optim: str) -> float:
-    """Numbers per trainable parameter in an optimizer's state; unknown optimizers count like Adam."""
+    """Numbers per trainable parameter in an optimizer's state; unknown optimizers are counted like Adam."""
     name = optim.lower().rsplit(".", 1)[-1]
     if name.startswith(("sgd", "adafactor")):
         return 0.0
@@ -535,7 +535,7 @@ def readable(size: int) -> str:
 
 
 def _precision(config: Any, args: Any, counts: ModelSpec, device: str, *, sharded: bool, whole: bool) -> Precision:
-    """The policy is loaded in float32 unless `model_init_kwargs` has another dtype; what is quantised is in float32."""
+    """Dtype of the policy's weights: float32 unless `model_init_kwargs` has another one, or weights are quantised."""
     wanted = (args.model_init_kwargs or {}).get("dtype", torch.float32)
     if wanted == "auto":
         wanted = getattr(config, "dtype", None) or torch.float32

@@ -1,4 +1,4 @@
-"""Numbers of a model from its config alone, built on the meta device: parameters, widths, inputs of backward passes."""
+"""Sizes of a model from its config, built on the meta device: parameters, widths, and numbers saved for backward."""
 
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
@@ -12,24 +12,26 @@ from covey.policy.adapters import exclude_parts, freeze_parts, part_names
 from covey.policy.loading import auto_class_of, sees_images
 
 PACKED_ROWS = (512, 128)
-"""MKL's packed copy of a weight [n, k] takes (n rounded up to a multiple of the first + the second) * k numbers, as
-measured."""
+"""(multiple, extra): as measured, MKL's packed copy of a weight [n, k] takes (n rounded up to `multiple` + `extra`) · k
+numbers."""
 
 BLOCK, NESTED_BLOCK = 64, 256
-"""Numbers of a 4-bit weight that share a scale, and scales that share one where these are quantised again."""
+"""Numbers of a 4-bit weight that share a scale, and scales that share a scale if scales are quantised as well."""
 
 
 class SavedActivations(NamedTuple):
-    """Inputs in a decoder layer that the backward pass needs: those of layers with weights to train."""
+    """Inputs in a decoder layer that the backward pass needs, because the layers reading them have trained weights."""
 
     norms: bool = True  # the layer's norms are trained
-    wide: int = 2  # norms of the hidden size
+    wide: int = 2  # number of norms of the hidden size
     heads: bool = False  # queries and keys have norms of their own
     attention: int = 3  # linear layers that read the first norm (q, k, v)
     mlp: int = 2  # linear layers that read the second
     down: bool = True  # the MLP's last linear layer saves its input
-    ranks: int = 0  # channels between the halves of adapters, of all in a layer
-    passing: int = 0  # channels of products not saved: q, k before rotation, summands, all products under adapters
+    ranks: int = 0  # sum of the ranks of all adapters in a layer
+    passing: int = (
+        0  # channels of products that are not saved: q and k before rotation, summands, products under adapters
+    )
 
 
 class VisionEncoderSpec(NamedTuple):
@@ -39,33 +41,33 @@ class VisionEncoderSpec(NamedTuple):
     readers: int = 0  # linear layers of a block that read a norm
     passing: int = 0  # channels of products that are not saved
     merger: int = 0  # numbers that the aligner saves for each token of an image, where it is the encoder's last part
-    aligner: int = 0  # the same where it follows the encoder
+    aligner: int = 0  # the same if the aligner follows the encoder
     packed: int = 0  # numbers of MKL's packed copies of its linear layers
 
 
 class QuantisedWeights(NamedTuple):
-    """Quantised weights."""
+    """Sizes of quantised weights."""
 
     numbers: int = 0
     size: int = 0  # bytes, with scales
-    largest: int = 0  # weights in the largest matrix, which is unpacked to be multiplied with
+    largest: int = 0  # weights in the largest matrix, which is unpacked when it is used
 
 
 class ModelSpec(NamedTuple):
     parameters: int
-    trainable: int  # those that are updated
+    trainable: int  # parameters that are trained
     packed: int  # numbers of MKL's packed copies of its linear layers
     quantised: QuantisedWeights = QuantisedWeights()
-    saved: SavedActivations | None = None  # None: as if all weights are trained, or all have adapters
+    saved: SavedActivations | None = None  # None: assume that all weights are trained, or all have adapters
     embeddings: int | None = None  # trained matrices of vocabulary x hidden size; None: one if all weights are trained
-    head: bool = True  # the output head is one of them
+    head: bool = True  # the output head is trained
     vision: VisionEncoderSpec = VisionEncoderSpec()  # the default: the model sees no images
 
 
 class DecoderWidths(NamedTuple):
     """Channels per token in a Llama-like decoder: in all query heads, in all key heads, and in the MLP.
 
-    Of a mixture of experts, `inner` counts all `experts` that a token goes through.
+    In a mixture of experts, `inner` is the sum over the `experts` that a token uses.
     """
 
     queries: int
@@ -121,7 +123,7 @@ def count_parameters(
 
 
 def unit_parameters(config: Any) -> tuple[int, int]:
-    """Parameters that FSDP2 gathers together: those around the layers (embedding, last norm, head), and of a layer."""
+    """Parameters that FSDP2 gathers together: outside of the layers (embedding, last norm, head), and in one layer."""
     model = meta_model(config)
     kinds = set(getattr(model, "_no_split_modules", None) or ())
     layers = [sum(p.numel() for p in m.parameters()) for m in model.modules() if type(m).__name__ in kinds]
@@ -139,7 +141,7 @@ def _packed(layers: list[nn.Linear]) -> int:
 
 
 def _quantised_layers(model: Any, quantization: Any) -> Iterator[nn.Linear]:
-    """Linear layers that transformers would quantise: all but the head, tied ones and skipped ones."""
+    """Linear layers that transformers would quantise: all except the head, tied and skipped ones."""
     skipped = HfQuantizer.get_modules_to_not_convert(
         model, quantization.llm_int8_skip_modules, model._keep_in_fp32_modules
     )
@@ -149,7 +151,7 @@ def _quantised_layers(model: Any, quantization: Any) -> Iterator[nn.Linear]:
 
 
 def _quantised_bytes(layer: nn.Linear, quantization: Any) -> int:
-    """Bytes of a weight in 8 bits with a scale for each output, or in 4 bits with scales of blocks."""
+    """Bytes of a weight in 8 bits with a scale per output, or in 4 bits with a scale per block."""
     numbers = layer.weight.numel()
     if quantization.load_in_8bit:
         return numbers + 4 * layer.out_features
@@ -168,7 +170,7 @@ class _Layer(NamedTuple):
 
 
 def _linear_layers(block: nn.Module) -> list[_Layer]:
-    """Linear layers in the order of the block, except those of adapters."""
+    """Linear layers of a block in order, without those of adapters."""
     found: list[_Layer] = []
     inside: set[int] = set()
     for name, module in block.named_modules():
@@ -182,7 +184,7 @@ def _linear_layers(block: nn.Module) -> list[_Layer]:
 
 
 def _blocks(part: nn.Module) -> list[nn.Module]:
-    """Layers of a model: the first of its outermost lists."""
+    """Layers of a model: its first outermost ModuleList."""
     return list(next((module for module in part.modules() if isinstance(module, nn.ModuleList)), ()))
 
 
@@ -216,7 +218,7 @@ def _saved_activations(base: Any, text: Any, in_int8: bool) -> SavedActivations 
 
 
 def _vision_encoder(model: Any, base: Any) -> VisionEncoderSpec:
-    """Counts of the encoder and the aligner.
+    """Sizes of the image encoder and the aligner.
 
     Attention saves queries, keys, values and its result, the MLP the input and output of its nonlinearity: two inputs
     with a gate, and the product.

@@ -1,8 +1,8 @@
-"""Operations, traffic and time of an optimizer step: formulas from a model's config and the training arguments.
+"""Operations, traffic and time of an optimizer step, by formulas from a model's config and the training arguments.
 
-A multiplication and an addition are two floating-point operations. Bytes are those that one process receives. Counted
-are completions of full length and groups that all carry a signal. Seconds are for choosing a layout and finding the
-bottleneck: their efficiencies are assumptions, which a first measured step should replace.
+A multiplication and an addition are two floating-point operations. Bytes are those that one process receives. All
+completions are counted at full length, and all groups as trained. Seconds are for choosing a layout and finding the
+bottleneck: the efficiencies are assumptions, which a first measured step should replace.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ from covey.sizing.model_spec import DecoderWidths, unit_parameters
 
 @dataclass(frozen=True)
 class ModelSize:
-    body: int  # weights of the matrices in the layers; of a mixture, those of the experts that a token goes through
+    body: int  # weights of the matrices in the layers; of a mixture of experts, only of the experts that a token uses
     head: int  # weights of the output head (vocabulary x hidden size), tied or not
     layers: int  # decoder layers
-    width: int  # heads x head size, of the queries
+    width: int  # query heads x head size
 
     @classmethod
     def of(cls, text: Any) -> "ModelSize":
@@ -29,7 +29,7 @@ class ModelSize:
 
 
 def positions(prompt: int, lengths: Sequence[int]) -> int:
-    """Token positions of a group: the prompt, and each completion but its last token."""
+    """Token positions of a group: the prompt, and each completion without its last token."""
     return prompt + sum(length - 1 for length in lengths)
 
 
@@ -42,17 +42,17 @@ def forward_flops(size: ModelSize, prompt: int, lengths: Sequence[int]) -> int:
         2 * body * (P + sum_i (L_i - 1)) + 2 * head * (1 + sum_i (L_i - 1)) + 4 * layers * width * A
     """
     pairs = prompt * (prompt + 1) // 2 + sum((length - 1) * (2 * prompt + length) // 2 for length in lengths)
-    body, heads = positions(prompt, lengths), positions(1, lengths)  # of a prompt the last alone has logits
+    body, heads = positions(prompt, lengths), positions(1, lengths)  # in the prompt only the last position has logits
     return 2 * size.body * body + 2 * size.head * heads + 4 * size.layers * size.width * pairs
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """One optimizer step, all phases: operations of all processes, bytes that one process receives."""
+    """Costs of all phases of one optimizer step: operations of all processes, and bytes that one process receives."""
 
     sampled_tokens: int  # of completions
     sampling_flops: int
-    scoring_flops: int  # forward passes alone: log-probs of old policy and reference, and of teachers in this process
+    scoring_flops: int  # forward passes only: log-probs under the old policy, the reference and local teachers
     training_flops: int  # forward and backward passes, recomputation included
     gathered: int  # weights, in the forward and backward passes of a process
     reduced: int  # gradients
@@ -66,8 +66,8 @@ def step_costs(
 ) -> StepCosts:
     """Costs of one optimizer step.
 
-    A training pass multiplies three times what a forward pass does (forward, gradients of inputs, of weights), or twice
-    with frozen weights under an adapter; of layers that recompute the forward once more.
+    A training pass takes three times the products of a forward pass (forward, gradients of inputs, gradients of
+    weights), or twice with frozen weights under an adapter; layers that recompute take one more forward pass.
     """
     text, algebra = config.get_text_config(), args.algebra(spread.processes)
     size, length = ModelSize.of(text), memory.completion_tokens
@@ -98,21 +98,22 @@ def step_costs(
 class Received:
     """Bytes that a process receives in the phases of a step.
 
-    Sharded weights are received once for a forward pass and once for its backward, except those that stay in memory;
-    gradients a shard from each other process in every micro-batch, or all sums twice a step (all-reduce).
+    Sharded weights are received once per forward and once per backward pass, except those that stay in memory.
+    Gradients are received as a shard from each other process in every micro-batch, or as all sums twice per step
+    (all-reduce).
     """
 
     spread: ShardCounts
-    whole: int  # all weights in the type of products
-    stays: int  # those that a pass gathers once, for forward and backward
-    gradients: int  # all gradients as they are sent
+    whole: int  # bytes of all weights, in the dtype of matrix products
+    stays: int  # bytes of weights that are gathered once for forward and backward
+    gradients: int  # bytes of all gradients, in the dtype in which they are sent
 
     def of_others(self, size: int) -> int:
-        """The part of `size` bytes that the other processes have."""
+        """The part of `size` bytes that other processes have."""
         return size * (self.spread.processes - 1) // self.spread.processes
 
     def gathered(self, passes: int, forwards: int = 0) -> int:
-        """Weights, in passes of both kinds and in forward passes alone."""
+        """Bytes of weights received in `trained` forward and backward passes, and in forward passes only."""
         each = self.of_others(self.whole)
         return (self.spread.weights > 1) * (passes * (2 * each - self.of_others(self.stays)) + forwards * each)
 
@@ -130,9 +131,9 @@ def received_by(spread: ShardCounts, memory: MemoryEstimate, units: tuple[int, i
 
 @dataclass(frozen=True)
 class Machine:
-    """A GPU and its connections, from data sheets; rates are bytes a second."""
+    """A GPU and its connections, from data sheets; rates are in bytes per second."""
 
-    flops: float  # operations a second, dense products in bfloat16
+    flops: float  # operations per second of dense products in bfloat16
     memory: float  # bytes
     memory_rate: float
     link: float  # from GPUs of the same node
@@ -146,7 +147,7 @@ MACHINES = {
     "h100": Machine(989e12, 80e9, 3.35e12, 450e9, 50e9),
     "h200": Machine(989e12, 141e9, 4.8e12, 450e9, 50e9),
 }
-"""With NVLink within a node, and one network adapter of 200 or 400 Gbit/s for each GPU."""
+"""Machines with NVLink within a node, and one network adapter of 200 or 400 Gbit/s per GPU."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ class StepTimes:
     """Seconds of the phases of one optimizer step."""
 
     sampling: float  # on a server, or on the trainer's own GPUs
-    training: float  # passes of one process, scoring included
+    training: float  # forward and backward passes of one process, including scoring
     moving: float  # gathering weights and adding up gradients in those passes
     refreshing: float  # sending weights after the optimizer's step
     sync: float  # gathering weights and sending them to a server
@@ -162,7 +163,7 @@ class StepTimes:
 
     @property
     def step(self) -> float:
-        """The whole step: traffic overlaps with passes, so the longer of the two counts."""
+        """Seconds of the whole step; traffic overlaps with passes, so the longer of the two counts."""
         update = max(self.training, self.moving) + self.refreshing
         return self.sync + (max(self.sampling, update) if self.overlaps else self.sampling + update)
 
@@ -180,7 +181,7 @@ def step_times(
     sampling_gpus: int | None = None,
     overlaps: bool = False,
 ) -> StepTimes:
-    """Seconds of one optimizer step, with `cache_bytes` for a token's keys and values.
+    """Seconds of the phases of one optimizer step; `cache_bytes` are the bytes of a token's keys and values.
 
     Decoding reads all weights, keys and values for every token of the longest completion. If the cache holds R
     sequences, B completions take B / R rounds, at least 1, and a token of a round takes

@@ -12,7 +12,7 @@ SPARE = 0.05  # share of a GPU that is left free: fragmentation, CUDA graphs, co
 CONTEXT = GIB  # memory of CUDA itself and its libraries
 
 BATCHED_TOKENS, BATCHED_SEQUENCES = 8192, 256
-"""Tokens of one forward pass of vLLM, and sequences whose logits it holds: its defaults."""
+"""vLLM's defaults: tokens of one forward pass, and sequences whose logits it holds."""
 
 CPU_SHARE = 0.25  # largest share of a machine's free memory for vLLM's cache on a CPU
 
@@ -32,12 +32,12 @@ class EngineMemory:
 
     @property
     def wanted(self) -> int:
-        """Memory with which all completions decode at once; more would be idle."""
+        """Bytes with which all completions decode at once; more would be idle."""
         return self.weights + self.working + self.cache
 
     @property
     def least(self) -> int:
-        """Memory for a single completion."""
+        """Bytes for decoding a single completion."""
         return self.weights + self.working + self.smallest_cache
 
 
@@ -61,16 +61,16 @@ def engine_memory(
 
 
 def usable(gpu: int) -> int:
-    """Bytes of a GPU without the spare share and CUDA's own memory."""
+    """Usable bytes of a GPU: without the spare share and CUDA's own memory."""
     return int(gpu * (1 - SPARE)) - CONTEXT
 
 
 def utilization(memory: MemoryEstimate, engine: EngineMemory, args: Any, gpu: int) -> tuple[float, str]:
-    """vLLM's share of a GPU, in hundredths: as wanted, or all that is free; and its derivation, for users.
+    """vLLM's share of a GPU, rounded to hundredths, and an explanation for users; DoesNotFit if no share is enough.
 
-    Without sleep mode vLLM holds its share while the policy trains, in addition to training's peak. With it, the two
-    alternate, and only weights, reference and optimizer are there while vLLM samples, less what is moved to host
-    memory. While new weights are sent nothing has moved yet, but there is no cache either.
+    Without sleep mode vLLM holds its share while the policy trains, in addition to training's peak. With sleep mode the
+    two alternate, and only weights, reference and optimizer are on the GPU while vLLM samples, without those moved to
+    host memory. While new weights are sent, nothing has been moved yet, but there is no cache either.
     """
     occupied, occupied_by = _occupied(memory, args)
     free = usable(gpu) - occupied
@@ -94,7 +94,7 @@ def utilization(memory: MemoryEstimate, engine: EngineMemory, args: Any, gpu: in
 
 
 def _occupied(memory: MemoryEstimate, args: Any) -> tuple[int, str]:
-    """Bytes of everything but vLLM while it holds its share, and their description."""
+    """Bytes of everything except vLLM while it holds its share, and their description."""
     if not args.vllm_enable_sleep_mode:
         return memory.training, "training, during which vLLM stays awake"
     moved = {"policy": memory.weights} if args.offload_model else {}
@@ -118,5 +118,5 @@ def _advice(memory: MemoryEstimate, args: Any) -> str:
 
 
 def cpu_cache_bytes(engine: EngineMemory, free: int) -> int:
-    """Bytes of vLLM's cache on a CPU: for all completions within `CPU_SHARE`, at least for one, which it needs."""
+    """Bytes of vLLM's cache on a CPU: for all completions, at most `CPU_SHARE`, at least for one."""
     return max(min(engine.cache, int(free * CPU_SHARE)), engine.smallest_cache, 64 * 1024**2)

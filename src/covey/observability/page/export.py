@@ -1,4 +1,4 @@
-"""The page as one file: its script, its style and the data of runs, bounded in size."""
+"""Writing of the page as one file with script, style and the data of runs, bounded in size."""
 
 import base64
 import hashlib
@@ -16,7 +16,7 @@ from covey.runtime.files import written_whole
 
 ASSETS = Path(__file__).with_name("assets")
 SCRIPTS = ("core.js", "charts.js", "lists.js", "tokens.js", "run.js", "study.js", "page.js")
-"""In the order in which one needs the others; they are sent as one file."""
+"""Scripts in the order of their dependencies; they are sent as one file."""
 MODULE_WORDS = pattern(r"^import [^;]*;\n|^export ", MULTILINE)
 MOST_LOGS = 2000  # lines of metrics in a page
 MOST_BATCHES = 512  # files of rollout batches whose rollouts are listed and drawn
@@ -26,10 +26,10 @@ SHARE = 0.05  # of a run's time that its pages may take
 
 
 class LeftOut(NamedTuple):
-    """Numbers of rollout batches that a page does not hold."""
+    """Numbers of rollout batches that a page leaves out."""
 
     batches: int  # neither listed nor drawn
-    texts: int  # of those that are listed: without their texts and tokens
+    texts: int  # listed without their texts and tokens
 
 
 def script() -> str:
@@ -37,7 +37,7 @@ def script() -> str:
 
 
 class PageWriter:
-    """Writes the page of a run or a study again and again while it continues, in a small share of its time."""
+    """Writes the page of a run or a study repeatedly while it continues, in a small share of its time."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -50,7 +50,7 @@ class PageWriter:
         return time.monotonic() >= self._due
 
     def write(self, folders: Sequence[Path], study: Mapping[str, Any] | None = None) -> None:
-        """Write the page of the runs with a record in these folders; without any and without a study there is none."""
+        """Write the page of the runs with a record in these folders; without any record or study, write nothing."""
         began = time.monotonic()
         recorded = [folder for folder in folders if (folder / FOLDER / "run.json").exists()]
         runs = [self._runs.setdefault(folder, RecordedRun(folder, cached=2)) for folder in recorded]
@@ -70,16 +70,16 @@ def write_page(
 ) -> LeftOut:
     """Write the page of runs, or of a study with the runs of its variants.
 
-    Of a long run every second, fourth, ... rollout batch is left out, so that the page does not grow with the run; of
-    those that are listed, the latest have their texts and tokens.
+    Of a long run only every second, fourth, eighth rollout batch and so on is listed, so that the page does not grow
+    with the run; of those that are listed, the latest have their texts and tokens.
 
     Args:
         path: the file.
-        runs: what is read of them is kept for the next page.
+        runs: their records; what is read is cached for the next page.
         study: table, curves and history, as `covey_tools.study.page.page_of` gives them.
         steps: optimizer steps whose rollouts have texts; by default all.
-        max_bytes: size of the data; half of it for lists and curves.
-        most_texts: number of rollout batches of each run that have texts, at most.
+        max_bytes: most bytes of data; half of it for lists and curves.
+        most_texts: most rollout batches of each run that have texts.
     """
     data: dict[str, str] = {}
     states, chosen, missing = [], [], 0
@@ -109,7 +109,7 @@ def write_page(
 
 
 def _listed(run: RecordedRun, keys: Sequence[str], max_bytes: float) -> dict[str, str]:
-    """Packed summaries of the rollout batches that fit: evenly spread, and the last."""
+    """Packed summaries of as many rollout batches as fit: evenly spread ones, and the last."""
     numbers = list(dict.fromkeys(key.partition(".")[0] for key in keys))
     while True:
         kept = {*numbers[:: run.stride], *numbers[-1:]}
@@ -143,7 +143,7 @@ def _images(number: int, run: RecordedRun, names: set[str]) -> dict[str, str]:
 
 
 def _page(data: Mapping[str, str]) -> str:
-    """The page as one file, whose policy allows its own script and style and nothing from elsewhere."""
+    """The page as one file, whose content security policy allows only its own script and style."""
     page, style, code = ((ASSETS / "index.html").read_text(), (ASSETS / "style.css").read_text(), script())
     policy = (
         f"default-src 'none'; script-src {digest(code)}; style-src {digest(style)}; img-src data:; base-uri 'none';"

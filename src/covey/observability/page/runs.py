@@ -1,4 +1,4 @@
-"""Reading of recorded runs for the page, while they are written."""
+"""Reading of recorded runs for the page, also while they are being written."""
 
 import ast
 import base64
@@ -38,22 +38,22 @@ from covey.observability.record_files import (
 )
 
 CACHED = 24  # tables of rollout batches in memory
-TITLED = 8  # rollout batches whose prompts decide on what names of prompts leave out
-WORTH_LEAVING_OUT = 16  # characters that all prompts begin with
-CHANGE = "trainer's log-prob minus the recorded run's: how far this policy is from the one that sampled"
-QUIET = 600.0  # seconds without a new file after which a run without an end counts as stopped
+TITLED = 8  # rollout batches whose prompts decide which common beginning the names of prompts leave out
+WORTH_LEAVING_OUT = 16  # characters of a common beginning, from which on it is left out
+CHANGE = "trainer's log-prob minus the recorded run's: the distance of this policy from the one that sampled"
+QUIET = 600.0  # seconds without a new file after which an unfinished run counts as stopped
 
 
 class NotRecorded(LookupError):
-    """A request for a rollout or image that the record does not hold."""
+    """Error for a rollout or image that is not in the record."""
 
 
 class RecordedRun:
-    """A run's record; what is read is kept until its files change.
+    """A run's record; what is read is cached until its files change.
 
     Args:
         folder: the run's `output_dir`.
-        cached: tables of rollout batches that are kept in memory.
+        cached: number of rollout batches whose tables are kept in memory.
     """
 
     def __init__(self, folder: Path, cached: int = CACHED):
@@ -64,7 +64,7 @@ class RecordedRun:
         self._tables = lru_cache(cached)(self._table)
         self._blocks: dict[str, tuple[str, dict[str, Any]]] = {}
         self._packed: dict[str, tuple[str, str]] = {}  # blocks as an exported page holds them, with their versions
-        self.stride = 1  # an exported page lists every first, second, fourth, ... rollout batch, and never more again
+        self.stride = 1  # an exported page lists every `stride`-th rollout batch; it only grows
         self._metrics = lru_cache(1)(lambda written: read_metrics(self.record))
 
     def state(self) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class RecordedRun:
     def described(self, most_lines: int | None = None) -> dict[str, Any]:
         """Settings, metrics, evaluations, totals, the latest timeline, and findings: the doctor's and the run's own.
 
-        Of more than `most_lines` lines of metrics every second, fourth, ... is left out.
+        If there are more than `most_lines` lines of metrics, evenly spread ones are returned.
         """
         described = read_run(self.folder)
         described["settings"] = {name: _literal(text) for name, text in described.get("settings", {}).items()}
@@ -154,7 +154,7 @@ class RecordedRun:
         return block
 
     def packed_blocks(self, keys: Sequence[str]) -> dict[str, str]:
-        """Summaries of rollout batches as an exported page holds them, which are kept for the next page of the same."""
+        """Summaries of rollout batches as packed for an exported page, cached for the next page."""
         files, known, self._packed = self._files(), self._packed, {}
         for key in keys:
             version = self._version(key, files[key])
@@ -164,14 +164,14 @@ class RecordedRun:
 
     @cached_property
     def _title(self) -> Callable[[Any], str]:
-        """Names a prompt by what it differs by from others."""
+        """Function that names a prompt by the part in which it differs from other prompts."""
         rollout_batches = [self._rollout_batch(key, path) for key, path in [*self._files().items()][:TITLED]]
         return title_of(
             [rollout_batch.prompt(row) for rollout_batch in rollout_batches for row in rollout_batch.firsts()]
         )
 
     def rollout(self, name: str) -> dict[str, Any]:
-        """A rollout by `rollout_batch.rank.row`; NotRecorded where there is none."""
+        """A rollout by `rollout_batch.rank.row`; NotRecorded if there is none."""
         key, _, row = name.rpartition(".")
         if (path := self._files().get(key)) is None:
             raise NotRecorded(f"there is no rollout batch {key}")
@@ -186,7 +186,7 @@ class RecordedRun:
         return [self._named(rollout_batch.rollout(row, key, self._words)) for row in rows]
 
     def _named(self, rollout: dict[str, Any]) -> dict[str, Any]:
-        """The rollout with its columns of tokens under the names that hold for this run."""
+        """The rollout with its columns of tokens under the titles that apply to this run."""
         replayed = _literal(read_run(self.folder).get("settings", {}).get("replay_from")) is not None
         for column in rollout["tokens"]["columns"] if replayed and rollout["tokens"] else ():
             if column["name"] == "gap":
@@ -194,7 +194,7 @@ class RecordedRun:
         return rollout
 
     def search(self, words: str) -> list[str]:
-        """Rollouts whose prompt or completion contains the words, in any case."""
+        """Rollouts whose prompt or completion contains the words, ignoring case."""
         found, wanted = [], words.lower()
         for key, path in self._files().items():
             rollout_batch = self._rollout_batch(key, path)
@@ -249,9 +249,9 @@ class RecordedRun:
 
 
 def title_of(prompts: Sequence[Any]) -> Callable[[Any], str]:
-    """Function that names a prompt by what differs among these: the last message of a user, or the whole text.
+    """Function that names a prompt by the last message of a user, or the whole text.
 
-    What all of them begin with, such as a task's instructions, is left out.
+    A beginning that all of these prompts have in common, such as a task's instructions, is left out.
     """
     for text_of in (_last_message, as_text):
         texts = {text_of(prompt) for prompt in prompts}
@@ -271,7 +271,7 @@ def title_of(prompts: Sequence[Any]) -> Callable[[Any], str]:
 
 
 def _last_message(prompt: Any) -> str:
-    """The last message of a user; the whole text where there is none."""
+    """The last message of a user; the whole text if there is none."""
     if isinstance(prompt, list):
         for message in reversed(prompt):
             if isinstance(message, dict) and message.get("role") == "user":
@@ -306,7 +306,7 @@ def meanings_of(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
 
 
 def packed(value: Any) -> str:
-    """A value as an exported page holds it."""
+    """A value in the compressed form of an exported page."""
     return base64.b64encode(gzip.compress(json.dumps(value).encode(), 6)).decode()
 
 
@@ -320,7 +320,7 @@ def _rows_of(path: Path) -> dict[str, list[tuple[int, int]]]:
 
 
 def _written(path: Path) -> int:
-    """When a file was written, in nanoseconds; 0 for none."""
+    """Time at which a file was written, in nanoseconds; 0 if there is no file."""
     try:
         return path.stat().st_mtime_ns
     except OSError:
@@ -328,7 +328,7 @@ def _written(path: Path) -> int:
 
 
 def _literal(text: Any) -> Any:
-    """A setting as it was, if it was plain: they are written as Python shows them."""
+    """The value of a recorded setting, which is written as Python's repr; the text itself if it is no plain value."""
     with suppress(ValueError, SyntaxError, TypeError):
         value = ast.literal_eval(text)
         return value if isinstance(value, bool | int | float | str | list | tuple | dict | None) else text

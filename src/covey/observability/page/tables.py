@@ -1,4 +1,4 @@
-"""Rollouts of a rollout batch's file as columns: one value each for lists, and values of tokens for the page of one."""
+"""Rollouts of a recorded rollout batch as columns: one value per rollout for lists, values of tokens for a page."""
 
 import functools
 import json
@@ -28,12 +28,16 @@ COLUMNS = {
     "gap": ("gap", "trainer's log-prob minus the engine's: 0 where both compute the same", "both"),
     "log_ratios": ("log ratio", "log of the importance ratio in the last update that trained on the token", "both"),
     "ratio": ("ratio", "importance ratio in the last update that trained on the token", "hidden"),
-    "clipped": ("clipped", "share of the updates in which a clip or filter took the token's gradient away", "high"),
+    "clipped": ("clipped", "share of the updates in which a clip or filter removed the token's gradient", "high"),
     "current": ("current log-prob", "log-prob in the last update that trained on the token", "low"),
     "ref_logprobs": ("reference log-prob", "log-prob under the reference", "low"),
     "drift": ("log-prob minus reference", "log-prob minus the reference's: their mean is the KL divergence", "both"),
     "teacher_logprobs": ("teacher's log-prob", "log-prob by the rollout's teacher, in nats", "low"),
-    "teacher_gap": ("teacher gap", "teacher's log-prob minus the policy's: what it would have more or less of", "both"),
+    "teacher_gap": (
+        "teacher gap",
+        "teacher's log-prob minus the policy's: above 0 if the teacher finds the token likelier",
+        "both",
+    ),
     "advantages": ("advantage", "credit of the token", "both"),
     "weights": ("weight", "share of the token in the loss; 0 where nothing is learned from it", "high"),
     "entropy_weights": ("entropy weight", "share of the token in the entropy bonus", "high"),
@@ -41,14 +45,14 @@ COLUMNS = {
     "versions": ("version", "optimizer steps behind the weights that sampled the token", "each"),
     "turn": ("turn", "turn of the policy", "each"),
 }
-"""Columns of tokens by name: title, meaning, and scale: which end stands out, `both` from 0, `each` value by itself."""
+"""Columns of tokens by name: title, meaning, and which values the colour scale marks."""
 
 OF_TWO = (
     ("gap", "trainer", "logprobs"),
     ("drift", "trainer", "ref_logprobs"),
     ("teacher_gap", "teacher_logprobs", "trainer"),
 )
-"""Columns that are the difference of two others."""
+"""Columns that are differences of two other columns."""
 
 
 def described(name: str) -> tuple[str, str, str]:
@@ -58,7 +62,7 @@ def described(name: str) -> tuple[str, str, str]:
 
 
 class Lists:
-    """A table's columns of lists as flat arrays."""
+    """Columns of lists of a table, as flat arrays."""
 
     def __init__(self, table: pa.Table, lengths: Array):
         self.table, self.lengths = table, lengths
@@ -66,7 +70,7 @@ class Lists:
         self.size = int(lengths.sum())
 
     def flat(self, name: str) -> Array | None:
-        """All values of a column, NaN where a row has no list; None where there is no such column of that size."""
+        """All values of a column, NaN where a row has no list; None if there is no such column of this size."""
         if name not in self.table.column_names:
             return None
         column = self.table[name].combine_chunks()
@@ -83,12 +87,12 @@ class Lists:
 
 @dataclass(frozen=True)
 class TokenUpdate:
-    """Values of the rollouts of a rollout batch in an optimizer step, each rollout at the place of its first token."""
+    """Values of a rollout batch's tokens in one optimizer step, located by the index of each rollout's first token."""
 
     step: int
-    rows: list[tuple[int, int]]  # place of a rollout's first token in its rollout batch, and its row in the file
+    rows: list[tuple[int, int]]  # (index of a rollout's first token in its rollout batch, its row in the file)
     path: Path
-    written: int  # when the file was written, which names its content
+    written: int  # time at which the file was written, a version of its content
 
     def spread(self, name: str, size: int) -> Array | None:
         """Values [size] of all tokens of the rollout batch, NaN where one was not trained on."""
@@ -109,7 +113,7 @@ def _lists_of(path: Path, written: int) -> Lists:
 
 
 class RecordedBatch:
-    """One file of a record, with the updates that trained on its rollouts."""
+    """One file of rollouts in a record, with the updates that trained on them."""
 
     def __init__(self, table: pa.Table, updates: list[TokenUpdate]):
         self.table, self.updates = table, updates
@@ -194,7 +198,7 @@ class RecordedBatch:
 
     @staticmethod
     def _games_together(columns: dict[str, list[Any]]) -> list[int]:
-        """Group of each rollout, whose seats may have prompts of their own: one group for all samples of a row."""
+        """Group of each rollout: one for all samples of a row, even if seats of a game have prompts of their own."""
         pairs = [*zip(columns["row"], columns["sample"], strict=True)]
         begins = [
             index == 0 or row != pairs[index - 1][0] or sample <= pairs[index - 1][1]
@@ -203,7 +207,7 @@ class RecordedBatch:
         return (np.cumsum(begins) - 1).tolist()
 
     def _summary(self, part: slice) -> dict[str, Any]:
-        """Means of a rollout's tokens, and the tokens that stand out."""
+        """Means over a rollout's tokens, and the most extreme tokens."""
         chosen, values = self.sampled[part], {name: column[part] for name, column in self.values.items()}
         found: dict[str, Any] = {"sampled": int(chosen.sum())}
         weights, advantages = (values.get(name, np.zeros(len(chosen))) for name in ("weights", "advantages"))
@@ -239,7 +243,7 @@ class RecordedBatch:
         return json.loads(self.table["data"][row].as_py()).get("prompt", "") if own is None else own
 
     def rollout(self, row: int, key: str, vocabulary: list[bytes]) -> dict[str, Any]:
-        """All that is known of a rollout."""
+        """Everything that is recorded about a rollout."""
         names = [name for name in (*WHOLE, *self.names) if name in self.table.column_names]
         cell = {name: self.table[name][row].as_py() for name in names}
         data = {name: value for name, value in json.loads(cell.pop("data")).items() if name != "prompt"}
@@ -296,7 +300,7 @@ def _latest(columns: list[Array]) -> Array:
 
 
 def _totals(rewards: list[list[float | None]], weights: list[float]) -> list[float | None]:
-    """Weighted sums, without functions that abstained; None where all did."""
+    """Weighted sums of rewards, without functions that abstained; None if all did."""
     weights = weights if len(weights) == len(rewards) else [1.0] * len(rewards)
     totals: list[float | None] = []
     for cells in zip(*rewards, strict=True):
@@ -310,7 +314,7 @@ def _numbers(values: list[float | None]) -> list[float | None]:
 
 
 def _number(value: Any) -> float | None:
-    """A number that JSON knows, with the digits that a reader sees."""
+    """A number for JSON, rounded to the digits that are shown; None for NaN and infinity."""
     return float(f"{value:.6g}") if np.isfinite(value) else None
 
 
