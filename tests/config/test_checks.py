@@ -359,7 +359,7 @@ WITHOUT_EFFECT = [
     (GRPOConfig, {"use_sglang": True, "sglang_base_url": "http://a:1", "sglang_device": "cuda:1"}, "sglang_base_url"),
     (GRPOConfig, {"checkpoint_path": "x"}, "use_sglang is False"),
     (GRPOConfig, {"cache_implementation": "static"}, "the built-in engine"),
-    (GRPOConfig, {"routing_replay": "R2"}, "every rollout batch has one update"),
+    (GRPOConfig, {"routing_replay": "R2"}, "each rollout batch has one update"),
     (GRPOConfig, {"keep_sampling_mask": True}, "top_p, top_k, min_p and repetition_penalty change nothing"),
     (GRPOConfig, {"ds3_gather_for_generation": False}, "neither FSDP nor DeepSpeed"),
     (GRPOConfig, {"transformers_continuous_batching_config": {"a": 1}}, "max_concurrent_completions"),

@@ -94,10 +94,10 @@ class BatchAlgebra:
 
     @property
     def on_policy(self) -> bool:
-        """Every gradient is computed with the weights that training on its rollout batch begins with.
+        """True if every gradient is computed with the weights with which training on its rollout batch began.
 
-        Then all importance ratios are 1. Those weights sampled, too, except with async rollouts (`max_staleness`),
-        whose ratios the mismatch correction treats.
+        All importance ratios are 1 then. The same weights sampled the batch, except with async rollouts
+        (`max_staleness`), where the mismatch correction accounts for the difference.
         """
         return self.gradient_accumulation_steps % self.micro_batches == 0
 
@@ -182,12 +182,12 @@ class BatchAlgebra:
             )
 
     def _check_group(self, name: str, group: int) -> Iterator[Finding]:
-        """The error of a group, the setting `name`, that is no whole number of games."""
+        """The error of a group size, the setting `name`, that is no multiple of the rollouts of a game."""
         games = self.rollouts_per_game
         if group % games:
             yield Finding.error(
                 "game-cut",
-                f"{name}={group} is no whole number of games of rollouts_per_game={games}.",
+                f"{name}={group} is not a multiple of rollouts_per_game={games}, so a game would be cut.",
                 f"Change {_proposal(name, group, lambda n: n % games == 0)}.",
             )
 
@@ -243,4 +243,4 @@ def nearest(value: int, fits: Callable[[int], bool], furthest: int = 1_000_000) 
 
 def _proposal(name: str, value: int, fits: Callable[[int], bool]) -> str:
     numbers = nearest(value, fits)
-    return f"{name}: {' or '.join(map(str, numbers))}" if numbers else f"{name}: no number near {value} would do"
+    return f"{name}: {' or '.join(map(str, numbers))}" if numbers else f"{name}: no number near {value} divides"

@@ -18,7 +18,10 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Alias:
-    """The field that replaces an old name (None if none does), and advice; `convert` gets old value and keywords."""
+    """Replacement of an old name: the new field (None if there is none) and advice.
+
+    `convert` makes the new value from the old one and all keywords.
+    """
 
     new: str | None
     advice: str = ""
@@ -64,7 +67,7 @@ ALIASES: dict[str, Alias] = {
     "response_length": Alias("max_completion_length", kind=int),
     "total_episodes": Alias(
         "max_steps",
-        "set to total_episodes / gradient_accumulation_steps as the migration guide has it; one update trains on "
+        "set to total_episodes / gradient_accumulation_steps, as the migration guide explains; one update trains on "
         "per_device_train_batch_size * gradient_accumulation_steps * processes completions",
         lambda episodes, keywords: max(1, int(episodes) // int(keywords.get("gradient_accumulation_steps", 1))),
         int,
@@ -208,13 +211,13 @@ _ADAPTER = (
 _ARGUMENT = "it is an argument of the trainer"
 
 HINTS: dict[str, str] = {
-    "loss_add_tail distillation_add_tail add_tail_bucket": "the tokens that are not named are always counted as one"
-    " bin, since a policy that leaves the named ones would else have no loss",
+    "loss_add_tail distillation_add_tail add_tail_bucket": "all tokens outside the top k always form one bin:"
+    " without it, moving probability out of the top k would cost nothing",
     "lmbda seq_kd": "completions are always the policy's own (lmbda=1)",
     "distillation_mode": "`teacher_top_k` is 0 for the sampled token, -1 for the whole vocabulary, or the number of"
     " tokens that are compared",
     "distillation_weight": "`teacher_coef` weighs the teacher next to the rewards",
-    "kl_discount_factor": "each token has the gap at its own place, which is a factor of 0",
+    "kl_discount_factor": "the advantage of a token is the gap at its own position, as with a factor of 0",
     "num_loss_tokens_to_skip generate_from_teacher reverse_kl_top_1_mode": "there is no such variant here",
     "teacher_model_server": "it is `teacher`: a URL, or for several teachers {name: URL} with their names in the column"
     " `teacher_column`",
@@ -456,15 +459,15 @@ HOOKS = {
     "prediction_step": "evaluations sample and score as training does: see `covey.EvalSuite`",
 }
 HOOKS = _by_name(HOOKS)
-"""Methods of TRL's trainers, and of transformers', that scripts override and that are never called, with advice."""
+"""Methods of TRL's and transformers' trainers that scripts override and that are never called here, with advice."""
 
 _COLUMNS = ("_set_signature_columns_if_needed", "_remove_unused_columns", "_get_collator_with_removed_columns")
 NOT_NEEDED = dict.fromkeys(_COLUMNS, "every column reaches the reward functions without it")
-"""The same, where a run is the same without the override."""
+"""Methods that are never called either, without which a run is the same, with advice."""
 
 
 def accepts_old_names(init: Init) -> Init:
-    """Wrap a trainer's `__init__`: unknown arguments are renamed or explained, and all are stored in `made_of`."""
+    """Wrap a trainer's `__init__`: rename or explain unknown arguments, and keep all arguments in `made_of`."""
     signature = inspect.signature(init)
 
     @functools.wraps(init)
@@ -494,7 +497,11 @@ def resolve_arguments(cls: Any, known: list[str], keywords: Mapping[str, Any]) -
 
 
 def refuse_hooks(kind: type) -> None:
-    """Raise TypeError for a class that overrides what is never called, also by assignment: it would train otherwise."""
+    """Raise TypeError for a class that overrides a method that is never called, also by assignment.
+
+    The class would train without the change that its author wrote. A method that only calls the original, and those of
+    `NOT_NEEDED`, are warned about.
+    """
     members = [member for one in kind.__mro__ for member in vars(one).items()]
     own = (*OWN, "transformers")
     theirs = {
@@ -504,7 +511,7 @@ def refuse_hooks(kind: type) -> None:
     }
     for name, advice in {**HOOKS, **NOT_NEEDED}.items():
         if name in theirs:
-            text = f"{kind.__name__} overrides `{name}`, which is never called as in TRL: {advice}."
+            text = f"{kind.__name__} overrides `{name}`, which is not called here: {advice}."
             if name in HOOKS and not passes_through(theirs[name], name):
                 raise TypeError(text)
             warn(text)

@@ -149,7 +149,7 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
 
     @property
     def given(self) -> frozenset[str]:
-        """Names of the fields that were given another value than their default, or assigned one since."""
+        """Names of the fields that were set to another value than their default, at construction or since."""
         settled = self.__dict__.get("_settled", {})
         assigned = {name for name in FIELDS if name in settled and vars(self)[name] is not settled[name]}
         return frozenset(self.__dict__.get("_given", set()) | assigned)
@@ -167,12 +167,13 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
 
     @property
     def resolved_data_seed(self) -> int:
-        """Seed of the order of prompts: `data_seed`, or the seed of everything."""
+        """Seed of the order of prompts: `data_seed`, or `seed`."""
         return self.seed if self.data_seed is None else self.data_seed
 
     @property
     def teachers(self) -> dict[str, str]:
-        """Source of each teacher (a folder, hub id, URL or word of `OF_THE_POLICY`) by name; "" is the only one."""
+        """Source of each teacher (folder, hub id, URL or word of `OF_THE_POLICY`) by name; a single teacher is named
+        ""."""
         if self.teacher is None:
             return {}
         return {"": self.teacher} if isinstance(self.teacher, str) else dict(self.teacher)
@@ -194,39 +195,39 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
 
     @property
     def exports_completions(self) -> bool:
-        """Completions are also written as TRL writes them, for a reader of these files or for the hub."""
+        """True if completions are also written to files as TRL writes them, for readers of these or for the hub."""
         return self.export_completions or self.log_completions_hub_repo is not None
 
     @property
     def samples_elsewhere(self) -> bool:
-        """Another engine than the built-in one samples, as async rollouts require."""
+        """True if another engine than the built-in one samples; async rollouts require one."""
         return bool(self.use_vllm or self.use_sglang or self.max_staleness > 0)
 
     @property
     def rounds_engine(self) -> bool:
-        """The built-in engine samples, and from weights that `engine_dtype` rounds; with `auto`, it may."""
+        """True if the built-in engine samples with weights that are rounded to `engine_dtype`; with `auto` it may."""
         same = self.engine_dtype == "bfloat16" and self.bf16  # autocast rounds already
         return self.engine_dtype is not None and not self.samples_elsewhere and not same
 
     @property
     def penalises_reward(self) -> bool:
-        """The KL penalty is part of the reward."""
+        """True if the KL penalty is subtracted from the reward."""
         return bool(self.beta) and (self.kl_in_reward or self.method == "rloo")
 
     @property
     def corrects_mismatch(self) -> bool:
-        """The loss is weighed for the difference between the engine's log-probs and the trainer's."""
+        """True if the loss is weighted by trainer probability over engine probability."""
         wanted = self.samples_elsewhere or self.correct_built_in_engine or self.rounds_engine
         return self.vllm_importance_sampling_correction and wanted
 
     @property
     def rejects_completions(self) -> bool:
-        """Completions are left out whose log-probs by engine and trainer differ too much in the mean of tokens."""
+        """True if completions are left out whose trainer-to-engine ratio is too far from 1 in the geometric mean."""
         return self.geometric_mask_min is not None or self.geometric_mask_max is not None
 
     @property
     def resolved_mismatch_mode(self) -> str:
-        """Mode of the correction in force: vespo multiplies the ratios of tokens itself."""
+        """Mode of the correction in force: by token for vespo, which multiplies the ratios of a sequence itself."""
         mode = self.vllm_importance_sampling_mode
         return mode.replace("sequence", "token") if self.loss_type == "vespo" else mode
 
@@ -313,7 +314,7 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
             self.pad_to_multiple_of = int(self.pad_to_multiple_of)
 
     def _settle_names(self) -> None:
-        """Use the names of transformers >= 5.20, which warns about the old ones, which scripts still use."""
+        """Copy fields to their names in transformers >= 5.20, which warns about the old ones."""
         for old in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
             new = old.replace("gradient", "activation")
             if getattr(self, new, False) is None:
@@ -355,7 +356,7 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
             self.metric_for_best_model = "reward"
 
     def _settle_direction(self) -> None:
-        """Let a scheduler that reads a metric wait for it to rise or to fall, by `greater_is_better`."""
+        """Set the direction of a scheduler that reads a metric by `greater_is_better`."""
         given = as_dict("lr_scheduler_kwargs", self.lr_scheduler_kwargs)
         self._scheduler_kwargs_given = given
         if self.lr_scheduler_type in training.BY_METRIC:
@@ -385,7 +386,7 @@ FIELDS = frozenset(field.name for field in dataclasses.fields(OnlineConfig)) - O
 
 
 def fill_unset(args: OnlineConfig) -> None:
-    """Put defaults in the place of None where that means the same, and 0 where it means no clipping."""
+    """Replace None by the default where both mean the same, and `max_grad_norm=None` by 0, no clipping."""
     for name in FIELDS:
         if getattr(args, name) is None and none_means_unset(name, default := default_of(type(args), name)):
             setattr(args, name, default)
@@ -397,7 +398,11 @@ def fill_unset(args: OnlineConfig) -> None:
 
 
 def as_dict(name: str, value: dict[str, Any] | str | None, others: str = "") -> dict[str, Any] | None:
-    """The value of field `name`, which accepts a dict or JSON text, and what the message names as `others`."""
+    """The value of field `name` as a dict, from a dict or JSON text.
+
+    `others` ends the message with further accepted forms. Raises CheckError for other types and for text that is not
+    JSON.
+    """
     if isinstance(value, str):
         text = value
         try:
@@ -414,14 +419,15 @@ def as_dict(name: str, value: dict[str, Any] | str | None, others: str = "") -> 
 
 
 def teacher_source(source: Any) -> Any:
-    """A teacher; of servers the URLs with commas between them."""
+    """The source of a teacher; URLs of servers are joined by commas. Raises CheckError as `as_urls`."""
     return as_urls("teacher", source, "teacher_server_api_key") if is_server(source) else source
 
 
 def as_urls(name: str, value: str | list[str] | None, key: str = "vllm_server_api_key or sglang_api_key") -> str | None:
-    """The URLs of field `name` (one, several with commas between them, or a list) with commas between them.
+    """The URLs of field `name`, joined by commas, from one URL, several with commas between them, or a list.
 
-    `key` names the field for a key, which no URL may hold.
+    `key` names the field for the API key, which no URL may contain. Raises CheckError for values that are no URLs, that
+    have a path or a secret, or that name a server twice.
     """
     if not value:
         return None
@@ -449,7 +455,7 @@ def as_urls(name: str, value: str | list[str] | None, key: str = "vllm_server_ap
 
 
 def as_memory_share(value: float | str | None) -> float | str:
-    """`vllm_gpu_memory_utilization` as a number or "auto"."""
+    """`vllm_gpu_memory_utilization` as a number above 0 and at most 1, or "auto"; else CheckError."""
     if value in (None, "auto"):
         return "auto"
     with suppress(TypeError, ValueError):
@@ -463,7 +469,7 @@ def as_memory_share(value: float | str | None) -> float | str:
 
 
 def as_range(value: object) -> tuple[float, float] | None:
-    """`reward_clip_range` as two numbers, from a pair or from text like "-1,1" or "[-1, 1]"."""
+    """`reward_clip_range` as two numbers, from a pair or from text like "-1,1" or "[-1, 1]"; CheckError for others."""
     if value is None:
         return None
     if isinstance(value, tuple) and all(isinstance(part, str) and len(part) == 1 for part in value):
@@ -485,7 +491,10 @@ def as_range(value: object) -> tuple[float, float] | None:
 
 
 def set_fields_from_generation_kwargs(args: Any) -> None:
-    """Move keys that are fields into these; CheckError where a field was given another value. Drop idle keys."""
+    """Move keys of `generation_kwargs` that have a field into the field, and drop keys without effect.
+
+    Raises CheckError where the field was given another value.
+    """
     given = dict(args.generation_kwargs or {})
     for key, because in sampling.IDLE_KEYS.items():
         if key in given and given[key] == sampling.IDLE_AT.get(key, given[key]):

@@ -26,13 +26,13 @@ def chooses_by_reward(sampler: Any) -> bool:
 
 
 def gates_among(given: Any, names: Sequence[str]) -> list[str]:
-    """The gates of these names that a setting has, those that it switches off aside."""
+    """The gates among `names` that a setting switches on."""
     gates = given if isinstance(given, Mapping) else {}
     return [name for name in names if gates.get(name, False) is not False]
 
 
 def unfiltered(named: str) -> Finding:
-    """Error of a setting that replaces groups by their advantages where these are differences to running means."""
+    """Error of a setting that selects groups by their advantages, with compare='role_average'."""
     return Finding.error(
         "roles-unfiltered",
         f"{named} replaces groups whose advantages are all 0 or small, and with compare='role_average' hardly any"
@@ -54,7 +54,8 @@ def check_sampler(given: Any, name: str = "prompt_sampler") -> Iterator[Finding]
         known = f"{name} has {form!r}, and a sampler is one of: {', '.join((*SAMPLERS, *SAMPLER_FORMS))}."
         yield Finding.error("setting-word", f"{known}{closest(form, SAMPLER_FORMS)}")
     elif form == "order" and not isinstance(value, str):
-        yield Finding.error("setting-type", f"{name}={given!r}: an order is the name of a column.")
+        evidence = f"{name}={given!r}: `order` must be the name of a column, as in {{'order': 'level'}}."
+        yield Finding.error("setting-type", evidence)
     elif form == "pools":
         yield from _check_pools(value, name)
 
@@ -79,7 +80,7 @@ def _check_pools(pools: Any, name: str) -> Iterator[Finding]:
         weights = [weight for _, weight in pools.values()]
         yield Finding.error(
             "setting-range",
-            f"{name}: the weights of pools are {weights}, and a pool of weight 0 would never come again.",
+            f"{name}: the weights of pools are {weights}, and a pool of weight 0 would never be sampled.",
             "Give numbers above 0.",
         )
 

@@ -13,7 +13,7 @@ from itertools import pairwise, zip_longest
 from pathlib import Path
 
 FOREIGN = {"transformers": "transformers.training_args"}
-"""Modules of base classes that another module than the named one defines."""
+"""Modules of other packages, and the module in which their base classes are defined."""
 
 METHODS = {"grpo": "GRPOConfig", "rloo": "RLOOConfig"}
 

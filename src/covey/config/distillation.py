@@ -11,7 +11,7 @@ from covey.config.grpo import GRPOConfig
 @takes_old_names
 @dataclass
 class DistillationConfig(GRPOConfig):
-    """Settings of on-policy distillation without rewards: every prompt is answered once, and a teacher scores it.
+    """Settings of on-policy distillation without rewards: each prompt gets one completion, which a teacher scores.
 
     All fields of `GRPOConfig` are there; only the defaults below differ. The keyword `beta` of TRL's class is
     `teacher_beta`; the field `beta` is the KL penalty of other methods, 0 here.

@@ -33,8 +33,8 @@ class VllmFields:
         advice="1 keeps vLLM's weights in host memory, 2 discards them. Not to sleep at all is "
         "vllm_enable_sleep_mode=False.",
     )
-    """Place of vLLM's weights while it sleeps: 1 keeps them in host memory, 2 discards them, so that the policy's are
-    sent at every waking."""
+    """Level of vLLM's sleep: 1 keeps its weights in host memory; 2 discards them, and the policy's are sent at every
+    waking."""
     vllm_structured_outputs_regex: str | None = None
     """Regular expression that every completion must match."""
     vllm_server_base_url: str | None = None
@@ -50,7 +50,7 @@ class VllmFields:
     vllm_server_timeout: float = limited(240.0, **SECONDS)
     """Seconds to wait for vLLM servers to be up: at the start, and again when all of them have failed."""
     vllm_server_request_timeout: float = limited(800.0, **SECONDS)
-    """Seconds that one prompt's completions may take at a vLLM server before another one is asked."""
+    """Seconds that one prompt's completions may take at a vLLM server before another server is asked."""
     vllm_server_sync_timeout: float = limited(600.0, **SECONDS)
     """Seconds that sending the new weights to vLLM servers may take."""
     vllm_server_concurrency: int = limited(512, **REQUESTS)
@@ -63,29 +63,29 @@ class VllmFields:
     """Transfer of weights to vLLM servers: over a `group` of processes (gloo, NCCL), or as files on `disk`. `auto`: the
     group if the servers can, else files."""
     vllm_weight_folder: str | None = None
-    """Folder for weights that travel as files; trainer and servers see it under this name. Unset: a temporary one, for
-    servers on this machine."""
+    """Folder through which weights reach vLLM servers as files; trainer and servers must see it under the same name.
+    Unset: a temporary one, for servers on this machine."""
     vllm_weight_bucket: int = limited(128, ge=1)
     """MiB of weights sent at once over a group."""
     vllm_weight_differences: bool = False
-    """Send vLLM servers only the numbers that changed since the last update, to the bit, wherever that is shorter. The
-    trainer and each server hold a copy of the weights in host memory for it. Needs the group."""
+    """Send vLLM servers only the numbers that changed since the last update, bit for bit, wherever that takes fewer
+    bytes. The trainer and each server then hold a copy of the weights in host memory. Needs the group."""
     vllm_lora_sync: str = limited("auto", choices=("auto", "adapter", "merged"))
     """Transfer of a LoRA model to vLLM: the `adapter` alone (small), or `merged` weights. `auto`: the adapter where it
     and vLLM allow that."""
     vllm_gpu_memory_utilization: float | str | None = 0.3
-    """Share of a GPU's memory that vLLM may take, between 0 and 1 (colocate mode). `auto` and unset: worked out from
-    the model, the batch sizes and the GPU, as `covey explain` shows."""
+    """Share of a GPU's memory that vLLM may take, above 0 and at most 1 (colocate mode). `auto` and unset: computed
+    from the model, the batch sizes and the GPU, as `covey explain` shows."""
     vllm_max_model_length: int | None = limited(None, ge=1)
     """Context length of vLLM, in tokens. Unset: the model's own, or what memory allows (colocate mode)."""
     vllm_tensor_parallel_size: int = limited(1, ge=1)
     """GPUs over which vLLM splits the model (colocate mode)."""
     vllm_engine_kwargs: dict | str | None = None
-    """Further arguments of vLLM's engine, those of `vllm.EngineArgs` (a dict or JSON; colocate mode)."""
+    """Further arguments of vLLM's engine, as in `vllm.EngineArgs` (a dict or JSON; colocate mode)."""
     offload_model: bool = False
     """Move the policy to host memory while vLLM samples (colocate mode, with vllm_enable_sleep_mode)."""
     offload_optimizer: bool = False
-    """Move the optimizer's state to host memory while vLLM samples (colocate mode, with the same)."""
+    """Move the optimizer's state to host memory while vLLM samples (colocate mode, with vllm_enable_sleep_mode)."""
     move_model_batches: int | None = limited(None, ge=1)
     """Batches of layers in which the policy's weights are gathered for vLLM (colocate mode). Fewer are faster and hold
     more in memory at once; unset: one tensor at a time."""
@@ -96,13 +96,14 @@ class MismatchFields:
     """The difference between any engine's log-probabilities and the trainer's."""
 
     vllm_importance_sampling_correction: bool = True
-    """Weigh the loss by trainer probability over engine probability, for their numerical mismatch. Holds for any engine
-    but the built-in one without `engine_dtype`, which hardly needs it: see `correct_built_in_engine`."""
+    """Weight each sampled token by trainer probability over engine probability, to correct their numerical mismatch
+    (truncated or masked importance sampling). It applies to every engine except the built-in one without
+    `engine_dtype`, which hardly needs it: see `correct_built_in_engine`."""
     vllm_importance_sampling_mode: str = limited(
         "sequence_mask", choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
     )
     """Ratio per `token` or per `sequence`, and its treatment beyond the bounds: `_truncate` sets it to the bound,
-    `_mask` drops the token or sequence."""
+    `_mask` drops the token or sequence from the loss."""
     vllm_importance_sampling_clip_max: float | None = 3.0
     """Upper bound of that ratio; unset: none."""
     vllm_importance_sampling_clip_min: float | None = None
@@ -110,31 +111,34 @@ class MismatchFields:
     vllm_importance_sampling_cap: float | None = None
     """Old name of `vllm_importance_sampling_clip_max`; use that one."""
     geometric_mask_min: float | None = None
-    """Leave out completions whose ratio, in the geometric mean over their tokens, is below this; unset: none. It goes
-    with any mode, and alone with `vllm_importance_sampling_correction=False`."""
+    """Leave out completions whose trainer-to-engine ratio, in the geometric mean over their tokens, is below this;
+    unset: none. It can be combined with any mode, or used alone with `vllm_importance_sampling_correction=False`."""
     geometric_mask_max: float | None = None
-    """Leave out completions whose ratio, in the geometric mean over their tokens, is above this; unset: none."""
+    """Leave out completions whose trainer-to-engine ratio, in the geometric mean over their tokens, is above this;
+    unset: none."""
     correct_built_in_engine: bool = False
-    """Apply that correction to the built-in engine too. It samples with the weights that are trained, so only the
-    rounding of half precision is there to be corrected."""
+    """Apply that correction to the built-in engine too. It samples with the trained weights themselves, so there is
+    only the rounding of half precision to correct."""
     engine_dtype: str | None = limited(
         None,
         choices=("auto", "bfloat16", "int8", "float8"),
         advice="Unset, the engine computes as the trainer does.",
     )
-    """Number format that the built-in engine, vLLM in this process or an SGLang server that is started rounds weights
-    and inputs of linear layers to, once for each rollout batch. Samples are then corrected as any engine's. `auto`, of
-    the built-in engine: the fastest format with which a decoding step gets at least 1.2 times as fast on this machine
-    and log-probs differ by at most 0.05 on average, both measured at the start; else none. Unset: none."""
+    """Number format to which the engine rounds weights and inputs of linear layers, once per rollout batch: the
+    built-in engine, vLLM in this process, or an SGLang server that the run starts. The samples are then corrected for
+    the mismatch. `auto`, for the built-in engine only: the fastest format with which a decoding step gets at least 1.2
+    times as fast on this machine and log-probs differ by at most 0.05 nats on average, both measured at the start; else
+    none. Unset: none."""
     engine_parity: str = limited("raise", choices=("raise", "warn", "off"))
-    """When the first samples of an engine have other log-probabilities than the trainer gives them, by more than
-    rounding explains: `raise` ends the run and names the likely cause, `warn` continues, `off` does not compare."""
+    """When an engine's log-probabilities of the first samples differ from the trainer's by more than rounding explains:
+    `raise` ends the run and names the likely cause, `warn` continues, `off` does not compare."""
     routing_replay: str | None = limited(
         None, choices=("R2", "R3"), advice="Unset, every forward pass of a mixture of experts chooses its own experts."
     )
-    """Experts of a mixture of experts that the loss is computed with: `R2` replays in updates what the trainer's old
-    policy chose (GSPO, arXiv 2507.18071), `R3` what the engine chose, in scoring and updates alike (arXiv 2510.11370).
-    Their weights follow the current router. Unset: each forward pass chooses."""
+    """Experts with which the loss of a mixture of experts is computed: `R2` replays in updates the experts that the
+    trainer chose when it scored the samples (GSPO, arXiv 2507.18071); `R3` replays those that the engine chose, in
+    scoring and updates alike (arXiv 2510.11370). The weights of these experts come from the current router. Unset: each
+    forward pass chooses."""
 
 
 @dataclass
@@ -167,7 +171,7 @@ class SglangFields:
     sglang_server_timeout: float = limited(600.0, **SECONDS)
     """Seconds to wait for SGLang servers to be up: at the start, and again when all of them have failed."""
     sglang_request_timeout: float = limited(800.0, **SECONDS)
-    """Seconds that one prompt's completions may take at an SGLang server before another one is asked."""
+    """Seconds that one prompt's completions may take at an SGLang server before another server is asked."""
     sglang_sync_timeout: float = limited(600.0, **SECONDS)
     """Seconds that sending the new weights to SGLang servers may take."""
     sglang_concurrency: int = limited(512, **REQUESTS)
@@ -176,10 +180,11 @@ class SglangFields:
     """Transfer of weights to SGLang servers: `group` broadcasts them, `disk` writes them to `checkpoint_path`. `auto`:
     the group if the servers can, else files."""
     sglang_group_port: int = limited(0, ge=0, le=65535, advice="0 takes a free port.")
-    """Port over which weights are broadcast to SGLang servers, and the first of as many as servers. 0: free ones."""
+    """First port over which weights are broadcast to SGLang servers; each server takes one, counting up. 0: free
+    ports."""
     checkpoint_path: str | None = None
-    """Folder through which weights reach SGLang servers, which must see it under the same name. Unset: a temporary one,
-    for servers on this machine."""
+    """Folder through which weights reach SGLang servers as files; trainer and servers must see it under the same name.
+    Unset: a temporary one, for servers on this machine."""
 
 
 describe_fields(__name__)
@@ -225,8 +230,8 @@ ENGINE_KEYS = {
 def one_engine_samples(args: Args) -> Iterator[Finding]:
     named = [name for name in ("use_vllm", "use_sglang", "use_transformers_continuous_batching") if getattr(args, name)]
     if len(named) > 1:
-        evidence = f"{' and '.join(f'{name}=True' for name in named)}: one engine samples."
-        yield Finding.error("engines-several", evidence, "Leave the other out.")
+        evidence = f"{' and '.join(f'{name}=True' for name in named)}: only one engine can sample."
+        yield Finding.error("engines-several", evidence, "Keep one of them.")
 
 
 def engine_options_need_their_engine(args: Args) -> Iterator[Finding]:
@@ -253,7 +258,7 @@ def engine_options_need_their_engine(args: Args) -> Iterator[Finding]:
 
 
 def vllm_settings_are_read(args: Args) -> Iterator[Finding]:
-    """Settings of a mode of vLLM need that mode, and those of its sleep need it to sleep."""
+    """Settings of one mode of vLLM need that mode, and settings of its sleep need `vllm_enable_sleep_mode`."""
     if not args.use_vllm:
         return
     if args.vllm_mode == "server":
@@ -320,7 +325,7 @@ def correction_is_read(args: Args) -> Iterator[Finding]:
 
 
 def engine_dtype_is_read(args: Args) -> Iterator[Finding]:
-    """Engines that the run starts take the format; servers that run already have one of their own."""
+    """Engines that the run starts take the format; running servers have a format of their own."""
     if args.engine_dtype is None:
         return
     given = f"engine_dtype={args.engine_dtype!r}"
@@ -350,7 +355,7 @@ def engine_dtype_is_read(args: Args) -> Iterator[Finding]:
         yield Finding.warning(
             "engine-dtype-uncorrected",
             f"{given} with vllm_importance_sampling_correction=False: samples of the rounded policy are trained on as"
-            " if the policy had sampled them, which biases the gradient, and their difference is not logged.",
+            " if the policy itself had sampled them, which biases the gradient, and the mismatch is not logged.",
             "Leave the correction on.",
         )
 
@@ -377,8 +382,8 @@ def routes_can_be_replayed(args: Args) -> Iterator[Finding]:
         yield from ignored(
             args,
             ["routing_replay"],
-            "every rollout batch has one update, and the weights that are updated are the old policy's: 'R2' acts with"
-            " several updates for each, 'R3' replays the engine's experts",
+            "each rollout batch has one update, which begins with the weights that scored it and chooses the same"
+            " experts; 'R2' needs several updates per rollout batch, 'R3' replays the engine's experts",
         )
 
 

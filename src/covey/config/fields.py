@@ -25,7 +25,7 @@ Args: TypeAlias = "OnlineConfig"  # argument of a rule
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Bounds of a number or a list of words, None where the type has it; `advice` ends the error message."""
+    """Bounds of a number, or its allowed words; `advice` ends the error message."""
 
     ge: float | None = None
     gt: float | None = None
@@ -117,7 +117,8 @@ def limited(default: Any, **limits: Any) -> Any:
 
 
 def check_schedule(name: str, given: Any, most: float = math.inf) -> Iterator[Finding]:
-    """Error of a weight's schedule by optimizer steps that is not whole, or has a weight above `most`; None: unset."""
+    """Error of a schedule with missing or unknown keys, steps that are no whole numbers, or weights outside [0,
+    most]."""
     if given is None:
         return
     whole = isinstance(given, dict) and {*given} == {*SCHEDULE}

@@ -11,9 +11,10 @@ from covey.config.fields import document
 @takes_old_names
 @dataclass
 class GRPOConfig(OnlineConfig):
-    """Settings of group relative policy optimization and the losses descended from it.
+    """Settings of group relative policy optimization (GRPO, arXiv 2402.03300) and the losses descended from it.
 
-    The defaults train with the token mean of DAPO, advantages scaled within the group, and no KL penalty.
+    The defaults train with the token mean of DAPO (arXiv 2503.14476), advantages scaled within the group, and no KL
+    penalty.
 
     Example:
         >>> GRPOConfig(output_dir="out", per_device_train_batch_size=8, num_generations=8).generation_batch_size

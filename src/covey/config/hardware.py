@@ -9,7 +9,7 @@ from covey.core.findings import CheckError
 from covey.runtime.processor import cpu_multiplies_bf16
 
 VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""What launchers set in the environment of each process."""
+"""Environment variables that launchers set for each process."""
 
 
 def has_accelerator() -> bool:
@@ -24,7 +24,11 @@ def launched() -> bool:
 
 
 def announce_meeting(use_cpu: bool) -> None:
-    """Say on stderr that this process waits for others, unless torchrun starts them: the variables may be left over."""
+    """Check a launcher's variables, and say on stderr that this process waits for the others.
+
+    The message matters where the variables are left over from another run; torchrun prints its own. Raises CheckError
+    for variables that are missing or contradict each other.
+    """
     import torch
 
     given = {name: os.environ[name] for name in VARIABLES if name in os.environ}
@@ -64,7 +68,10 @@ def _listed(given: dict[str, str]) -> str:
 
 
 def meet_on_cpu(seconds: int, backend: str | None = None) -> None:
-    """Join the other processes of a run on CPUs; transformers passes a time limit for that on GPUs only."""
+    """Join the other processes of a run on CPUs, within `seconds`; else TimeoutError.
+
+    transformers passes a time limit only on GPUs.
+    """
     import torch
 
     named = {"WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
@@ -97,7 +104,10 @@ def by_fsdp() -> bool:
 
 
 def multiplies_bf16(use_cpu: bool = False) -> bool:
-    """True for CUDA GPUs since Ampere, accelerators that report it, and CPUs with AMX or AVX512-BF16; else emulated."""
+    """True for CUDA GPUs since Ampere, accelerators that report it, and CPUs with AMX or AVX512-BF16.
+
+    Other hardware emulates bfloat16, or lacks it.
+    """
     import torch
 
     if use_cpu or not has_accelerator():

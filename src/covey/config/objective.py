@@ -26,40 +26,41 @@ class RewardFields:
     """Where reward functions run: `thread`, in the trainer's process; `process`, each in a process of its own, which is
     killed when it crashes, is late, or needs more than 4 GiB or 64 processes. `covey.isolated` marks a single one."""
     stream_rewards: bool = False
-    """Score each group of completions as soon as it is sampled, while others still are: functions are called group by
-    group, on threads of their own. Off: each is called once per rollout batch, with all completions. Functions that are
-    marked `per_completion` score every rollout when it ends in either case."""
+    """Score each group of completions as soon as it is sampled, while other groups are still being sampled: functions
+    are called group by group, on threads of their own. Off: each is called once per rollout batch, with all
+    completions. Functions marked `per_completion` score every rollout when it ends in either case."""
     multi_objective_aggregation: str = limited(
         "sum_then_normalize", choices=("sum_then_normalize", "normalize_then_sum")
     )
-    """`sum_then_normalize`: weighted sum of rewards, then advantages; `normalize_then_sum`: each reward becomes
-    advantages of its own first (GDPO)."""
+    """Order of summing several rewards and normalizing: `sum_then_normalize` turns the weighted sum of rewards into
+    advantages; `normalize_then_sum` turns each reward into advantages first and sums these (GDPO, arXiv 2601.05242)."""
     scale_rewards: str = limited("group", choices=("group", "batch", "none"))
     """Divisor of advantages: the standard deviation of the `group`, of the whole `batch`, or `none`. True means
     `group`, False `none`."""
     advantages: str | None = None
-    """Advantages in the place of the method's own: reinforce_plus_plus, reinforce_plus_plus_baseline, maxrl, gpg, opo,
-    pass_at_k, otb, one registered with `covey.algorithms.register_advantages`, or path/to/file.py:name. Rewards of
-    steps are compared as without it."""
+    """Formula of the advantages, instead of the method's own: reinforce_plus_plus, reinforce_plus_plus_baseline, maxrl,
+    gpg, opo, pass_at_k, otb, one registered with `covey.algorithms.register_advantages`, or path/to/file.py:name. It
+    replaces the advantages of whole completions; rewards of steps are compared as `step_baseline` says."""
     compare: dict | str | None = "group"
-    """Rollouts that a rollout is compared with: `group`, all of its prompt; `role`, those of its prompt that were
-    played in the same role; `episode`, those of the same role and game; `role_average`, none, but a running mean of
-    the rewards of its environment and role (SPIRAL). Or a dict (or JSON) with one of the first three for each role, as
-    in `{"proposer": "role", "solver": "episode"}`; others are compared by `role`."""
+    """Rollouts that a rollout's reward is compared with: `group`, all of its prompt; `role`, those of its prompt that
+    were played in the same role; `episode`, those of the same role and game; `role_average`, no other rollout, but a
+    running mean of the rewards of its environment and role (SPIRAL, arXiv 2506.24119). Or a dict (or JSON) that gives
+    roles one of the first three, as in `{"proposer": "role", "solver": "episode"}`; roles that it does not name are
+    compared by `role`."""
     role_decay: float = limited(0.95, ge=0, le=1 - 1e-9, advice="0.95 is usual; 0 compares with the last reward alone.")
-    """compare=role_average: weight of the running mean at each new reward, whose own weight is the rest."""
+    """compare=role_average: decay d of the running mean, b = d * b + (1 - d) * reward."""
     pass_at_k: int = limited(4, ge=1)
-    """advantages=pass_at_k: completions of which the best counts."""
+    """advantages=pass_at_k: k, the completions in a group of which the best one counts."""
     process_weight: float = limited(1.0, ge=0, finite=True, advice="1.0 is the default; 0 leaves that part out.")
-    """Weight of the advantages of steps, where reward functions reward steps or turns."""
+    """Weight of the advantages of steps, for reward functions that reward steps or turns."""
     outcome_weight: float = limited(1.0, ge=0, finite=True, advice="1.0 is the default; 0 leaves that part out.")
     """Weight of the advantages of whole completions."""
     step_discount: float = limited(1.0, ge=0, le=1, advice="1.0 counts every later step in full.")
-    """Discount of credit for steps: what a step earns counts this much for the tokens of the step before it, the square
-    of it for those of the one before that, and so on."""
+    """Discount per step of later steps' advantages: the tokens of a step get the step's own advantage, plus
+    step_discount times the next one's, plus step_discount squared times that of the one after, and so on."""
     step_baseline: str = limited("group", choices=COMPARED_WITH)
-    """Steps that a step's reward is compared with: `group`, all steps of the group; `turn`, those of the same number
-    (all first ones, all second ones)."""
+    """Steps that a step's reward is compared with: `group`, all steps of the group's other completions; `turn`, those
+    with the same number (first steps with first steps)."""
 
 
 @dataclass
@@ -72,15 +73,17 @@ class KLFields:
     """Subtract the KL penalty of the whole completion (k1, with weight `beta`) from its reward, as RLOO always does,
     instead of adding it to the loss."""
     kl_estimator: str = limited("k3", choices=tuple(KL_ESTIMATORS))
-    """Estimator of the KL divergence: `k1` (log ratio), `k2` (half its square), `k3` (unbiased, positive)."""
+    """Estimator of KL(policy || reference) from the sampled tokens: `k1` (log ratio), `k2` (half its square), `k3`
+    (unbiased, never negative). See http://joschu.net/blog/kl-approx.html."""
     use_bias_correction_kl: bool = True
-    """Multiply the KL term by the importance ratio, so that its gradient is unbiased off-policy."""
+    """Multiply the KL term by the importance ratio, so that its gradient is unbiased off-policy (DeepSeek-V3.2, arXiv
+    2512.02556)."""
     sync_ref_model: bool = False
-    """Move the reference model towards the policy from time to time (TR-DPO)."""
+    """Move the reference model towards the policy every `ref_model_sync_steps` updates (TR-DPO, arXiv 2404.09656)."""
     ref_model_mixup_alpha: float = limited(0.6, gt=0, le=1, advice="0.6 is usual.")
     """With `sync_ref_model`: reference = (1 - alpha) * reference + alpha * policy."""
     ref_model_sync_steps: int = limited(512, ge=1)
-    """With `sync_ref_model`: updates between two moves."""
+    """With `sync_ref_model`: optimizer updates from one move to the next."""
 
 
 @dataclass
@@ -91,44 +94,49 @@ class LossFields:
     """Loss: grpo, bnpo, dr_grpo, dapo, cispo, sapo, luspo, vespo, gmpo, dppo_tv, dppo_kl, gpg, dro, kl_cov,
     clip_cov, one registered with `covey.algorithms.register_loss`, or path/to/file.py:name."""
     epsilon: float = 0.2
-    """Clipping: how far below 1 the importance ratio may fall."""
+    """Clipping: how far below 1 the importance ratio may fall. gmpo bounds the log ratio, at -epsilon."""
     epsilon_high: float | None = limited(None, ge=0, advice="0.2 to 0.28 are usual; with cispo 5.")
-    """Clipping: how far above 1 the importance ratio may rise. Unset: the same as `epsilon`. With cispo it is the
-    largest ratio itself; unset: 5."""
+    """Clipping: how far above 1 the importance ratio may rise. Unset: the same as `epsilon`. With gmpo the bound of the
+    log ratio; with cispo the largest ratio itself (unset: 5)."""
     delta: float | None = None
-    """Largest ratio for negative advantages (two-sided clipping, INTELLECT-2); unset: no bound."""
+    """Largest importance ratio of completions with a negative advantage (two-sided clipping, INTELLECT-2, arXiv
+    2505.07291); unset: no bound."""
     importance_sampling_level: str = limited("token", choices=tuple(RATIO_LEVELS))
     """Importance ratio of each `token`, of the whole `sequence` (GSPO), or `sequence_token` (GSPO-token)."""
     sapo_temperature_neg: float = limited(1.05, gt=0, finite=True, advice="1.05 is the default.")
-    """sapo: how quickly the gate closes for negative advantages."""
+    """sapo: temperature of the soft gate that replaces clipping, for negative advantages; a larger one closes it
+    sooner."""
     sapo_temperature_pos: float = limited(1.0, gt=0, finite=True, advice="1.0 is the default.")
-    """sapo: how quickly the gate closes for positive advantages."""
+    """sapo: temperature of the soft gate that replaces clipping, for positive advantages; a larger one closes it
+    sooner."""
     vespo_k_pos: float = 2.0
-    """vespo: exponent of the sequence weight, positive advantages."""
+    """vespo: k in exp(λ + k log w - λ w), the weight of a sequence with importance ratio w; for positive advantages."""
     vespo_lambda_pos: float = 3.0
-    """vespo: decay of the sequence weight, positive advantages."""
+    """vespo: λ in the same, for positive advantages."""
     vespo_k_neg: float = 3.0
-    """vespo: exponent of the sequence weight, negative advantages."""
+    """vespo: k in exp(λ + k log w - λ w), the weight of a sequence with importance ratio w; for negative advantages."""
     vespo_lambda_neg: float = 2.0
-    """vespo: decay of the sequence weight, negative advantages."""
+    """vespo: λ in the same, for negative advantages."""
     dro_beta: float = limited(0.05, ge=0, finite=True)
-    """dro: weight of the quadratic penalty on leaving the old policy."""
+    """dro: weight of the quadratic penalty on the log ratio to the old policy."""
     cov_share: float = limited(0.0002, gt=0, le=1, advice="0.0002 to 0.002 are usual.")
-    """kl_cov, clip_cov: share of the step's tokens that are chosen by their covariance; one token at least."""
+    """kl_cov, clip_cov: share of the step's tokens that are selected by the covariance of their log-prob and advantage;
+    one token at least."""
     kl_cov_coef: float = limited(1.0, ge=0, finite=True)
-    """kl_cov: weight of the KL penalty of the chosen tokens."""
+    """kl_cov: weight of the KL penalty on the selected tokens."""
     clip_cov_low: float = 1.0
-    """clip_cov: smallest covariance of a token that may be chosen."""
+    """clip_cov: smallest covariance of a token that may be selected."""
     clip_cov_high: float = 5.0
-    """clip_cov: largest covariance of a token that may be chosen."""
+    """clip_cov: largest covariance of a token that may be selected."""
     normalize_over: str = limited("rollout", choices=("rollout", "strand", "turn"))
-    """Parts of a rollout that weigh the same in its loss: all its tokens (`rollout`), or first each `strand` of a
-    program that rewrites its history, or each `turn`, and then the tokens of these. A rollout's weight stays."""
+    """Average within a rollout: over its tokens (`rollout`); or over the tokens of each `turn`, or of each `strand`
+    (one of the histories that a program has kept), and then over turns or strands. The rollout's weight in the batch
+    stays the same."""
     mask_truncated_completions: bool = False
     """Leave completions that reached the length limit out of the loss (DAPO)."""
     off_policy_mask_threshold: float | None = limited(None, ge=0, advice="0.1 to 1 are usual.")
-    """Leave out completions with a negative advantage whose mean log-ratio between the sampling and the current policy
-    exceeds this (DeepSeek-V3.2); unset keeps all."""
+    """Leave out completions with a negative advantage whose log-probs under the sampling policy exceed those under the
+    current one by more than this in the mean (DeepSeek-V3.2); unset keeps all."""
     top_entropy_quantile: float = limited(1.0, gt=0, le=1, advice="1.0 trains on all tokens, 0.2 on a fifth of them.")
     """Train only on this share of the tokens, those of highest entropy; 1 trains on all."""
 
@@ -138,17 +146,18 @@ class EntropyFields:
     """The entropy bonus."""
 
     entropy_coef: float = limited(0.0, ge=0, finite=True, advice="Below 0 it would punish exploration.")
-    """Weight of the entropy bonus; 0 switches it off."""
+    """Weight of the entropy bonus; 0 switches it off. With `use_adaptive_entropy`, the initial weight."""
     use_adaptive_entropy: bool = False
-    """Move the weight of the bonus so that entropy stays near its target."""
+    """Adapt the weight after every update: raise it after an entropy at or below `entropy_target`, lower it otherwise.
+    The bonus acts only while the entropy is at or below the target (Skywork-OR1, arXiv 2505.22312, section 4)."""
     entropy_coef_min: float = limited(0.0, ge=0)
     """Adaptive: smallest weight."""
     entropy_coef_max: float = 1.0
     """Adaptive: largest weight."""
     entropy_coef_delta: float = 0.005
-    """Adaptive: how much the weight moves at each update."""
+    """Adaptive: change of the weight after each update."""
     entropy_target: float = 0.2
-    """Adaptive: the entropy, in nats per token, to stay above."""
+    """Adaptive: entropy, in nats per token, that the bonus keeps the policy above."""
 
 
 describe_fields(__name__)

@@ -11,9 +11,9 @@ from covey.config.fields import describe_fields, document
 @takes_old_names
 @dataclass
 class RLOOConfig(OnlineConfig):
-    """Settings of REINFORCE with a leave-one-out baseline and the KL penalty in the reward.
+    """Settings of REINFORCE with a leave-one-out baseline (RLOO, arXiv 2402.14740) and the KL penalty in the reward.
 
-    All fields of `GRPOConfig` are there too; only the defaults below and two fields are RLOO's own.
+    All fields of `GRPOConfig` are there; the defaults below differ, and two fields are RLOO's own.
     """
 
     method: ClassVar[str] = "rloo"

@@ -140,7 +140,7 @@ def check_rules(args: Args) -> list[Finding]:
     for rule in RULES:
         try:
             found += rule(args)
-        except Exception:  # of what an earlier rule has refused
+        except Exception:  # a rule may fail on a value that an earlier one refused
             if not any(finding.grave for finding in found):
                 raise
     return found

@@ -26,7 +26,7 @@ class GenerationFields:
     top_k: int = limited(0, ge=0, advice="0 keeps all tokens.")
     """Sample from this many most probable tokens; 0 keeps all."""
     min_p: float | None = limited(None, ge=0, le=1, advice="Unset or 0 keeps all tokens.")
-    """Sample from tokens at least this times as probable as the most probable one; unset keeps all."""
+    """Sample from tokens whose probability is at least this share of the most probable token's; unset keeps all."""
     repetition_penalty: float = limited(1.0, gt=0, finite=True, advice="1.0 changes nothing; 1.05 to 1.2 are usual.")
     """Above 1, tokens already in the prompt or completion become less probable; 1 changes nothing."""
     keep_sampling_mask: bool = False
@@ -34,13 +34,15 @@ class GenerationFields:
     reference are over the tokens that top_p, top_k and min_p kept, after the repetition penalty (DeepSeek-V3.2, arXiv
     2512.02556, section 3.1). Off: over the whole vocabulary. A small `top_k` bounds the memory for kept tokens."""
     generation_kwargs: dict | str | None = None
-    """Further sampling settings for the engine (a dict or JSON), such as `{"stop": ["</answer>"]}`; not for those that
-    have a field of their own."""
+    """Further sampling settings for the engine (a dict or JSON), such as `{"stop": ["</answer>"]}`. Settings with a
+    field of their own, such as temperature, belong there."""
     chat_template_kwargs: dict | str | None = None
-    """Keyword arguments of the chat template (a dict or JSON); a dataset column of that name wins, row by row."""
+    """Keyword arguments of the chat template (a dict or JSON). Keys in a dataset column `chat_template_kwargs` have
+    precedence, row by row."""
     allow_control_tokens: bool = False
-    """Let control tokens in messages of prompts, tools and environments, such as <|im_end|>, be control tokens. Off:
-    they are text, so that data cannot end a turn or begin another. Prompts that are text are read as they are."""
+    """Parse control tokens such as <|im_end|> in messages of prompts, tools and environments as control tokens. Off:
+    they are read as plain text, so that data cannot end a turn or begin another. Prompts that are text, not messages,
+    may always contain them."""
     cache_implementation: str | None = None
     """Kind of key-value cache of transformers' `generate`. The built-in engine manages its own."""
     max_concurrent_completions: int = limited(64, ge=1)
@@ -54,14 +56,15 @@ class SpeculationFields:
     speculative_reuse: str | None = limited(
         None, choices=("exact", "lenient"), advice="Unset, every completion is decoded from its first token."
     )
-    """When a prompt comes again, check its last completions in one forward pass and decode only from where they no
-    longer hold. `exact`: the result is what sampling afresh with the same seed gives, and a prompt keeps its seeds from
-    epoch to epoch; `lenient`: stale tokens may stay. Unset: every completion is decoded token by token."""
+    """When a prompt comes again, check its last completions in one forward pass and decode only from the first token
+    that is rejected. `exact`: the result is the one that sampling with the same seed gives, and a prompt keeps its
+    seeds from epoch to epoch; `lenient`: stale tokens may stay. Unset: every completion is decoded token by token."""
     speculative_lenience: float = limited(1.65, gt=0, finite=True, advice="1 to 2 are usual.")
     """With `speculative_reuse=lenient`, a draft token stays with probability min(1, this * p_now / p_then). A larger
     number reuses more and is further off-policy."""
     speculative_max_tokens: int = limited(50_000_000, ge=1)
-    """Most completion tokens that a process keeps as drafts, 4 bytes each (8 with `lenient`); the oldest go first."""
+    """Most completion tokens that a process keeps as drafts, 4 bytes each (8 with `lenient`); the oldest are dropped
+    first."""
 
 
 @dataclass
@@ -75,29 +78,29 @@ class AgentFields:
     tool_timeout: float = limited(60.0, gt=0, le=10**9, advice="It is in seconds.")
     """Seconds that one call of a tool or of an environment may take. A late call fails; its rollout continues."""
     tool_parser: str | None = None
-    """Notation of the model's calls, such as `hermes`, `llama3` or `json`. Unset: by what its chat template
-    mentions."""
+    """Notation of the model's calls, such as `hermes`, `llama3` or `json`. Unset: recognised from the chat template."""
     rollout_timeout: float = limited(3600.0, gt=0, le=10**9, advice="It is in seconds.")
-    """Seconds that one rollout with tools, an environment or a function of your own may take; a late one fails. For a
-    `rollout_func(prompts, trainer)`, of all its rollouts together."""
+    """Seconds that one rollout with tools, an environment or a function of your own may take; a late one counts as
+    failed. For a `rollout_func(prompts, trainer)`, seconds for all its rollouts together."""
     unstable_chat_template: str = limited("raise", choices=("raise", "keep", "rewrite"))
-    """Treatment of a chat template that renders earlier turns differently once later ones follow: `raise` refuses it,
-    `keep` trains on the turns as they were sampled, `rewrite` changes the template, also the one that is saved, so that
+    """Treatment of a chat template that renders earlier turns differently once later ones follow: `raise` refuses it;
+    `keep` trains on the turns as they were sampled; `rewrite` changes the template, and the one that is saved, so that
     it keeps the thinking of all turns."""
     max_turn_length: int | None = limited(None, ge=1, advice="Unset, max_completion_length alone bounds a turn.")
     """Most tokens that one turn of a rollout with tools, an environment, an agent or a function of your own may have.
     Tools and environments get no turn that was cut off: the rollout ends."""
     trained_turns: str = limited("all", choices=("all", "last"))
-    """Turns of such a rollout that are trained on: `all`, or the `last` alone, with the others as its context."""
+    """Turns of such a rollout that are trained on: `all`, or only the `last`, with the earlier ones as its context."""
     rollouts_per_game: int = limited(1, ge=1, advice="It is the number of trained seats, as 2 for chess.")
     """Rollouts of one game that a `rollout_func(row, engine, n)` plays: it is called for each game, with n of this
     size. A game is never cut between processes, and fails alone. 1: the function plays all rollouts of a prompt."""
     opponents_kept: int = limited(4, ge=1)
-    """With a seat "policy:n", copies of earlier policies that are opponents, one of which is drawn for each game."""
+    """With a seat "policy:n": number of earlier copies of the policy that are kept as opponents. Each game draws
+    one."""
     max_staleness: int = limited(0, ge=0, advice="0 samples and trains by turns, 1 samples one step ahead.")
-    """Optimizer steps by which the weights that sample may be older than those that are trained, so that later rollout
-    batches are sampled while one is trained on (async rollouts): 1 is one step ahead. 0 samples and trains by turns.
-    Needs an engine with weights of its own, such as a server."""
+    """Most optimizer steps by which the sampling weights may lag behind the trained ones. Above 0, later rollout
+    batches are sampled while one is trained on (async rollouts): 1 samples one step ahead. 0 samples and trains in
+    turn. Needs an engine with weights of its own, such as a server."""
 
 
 @dataclass
@@ -105,25 +108,26 @@ class PromptFields:
     """Prompts: text or messages, and their choice by the rewards that they have earned."""
 
     prompts_as_messages: bool | None = None
-    """Make each prompt of text a message of the user, so that the model's chat template is applied and rewards see
-    messages. Unset: text is read as it is, with a warning where the tokenizer has a chat template; False: without."""
+    """Make each text prompt a user message, so that the model's chat template is applied and rewards see messages.
+    False: text is passed to the model as it is. Unset: the same, with a warning where the tokenizer has a chat
+    template."""
     dynamic_sample: bool = False
     """Replace groups without a signal (all advantages 0) by groups of further prompts before training (dynamic
-    sampling, DAPO): the gate `signal`."""
+    sampling, DAPO, arXiv 2503.14476). The same as the gate `signal`."""
     gates: dict | str | None = None
     """Gates that a finished group must pass to be trained on, with their settings (a dict or JSON): `signal` (true),
     `reward_range` (bounds of its mean reward: `above`, `from`, `below`, `to`), `advantage_range` (rejects groups whose
     advantages all lie in [min, max]), `max_truncated` (share of completions that are cut off), or any other name with a
     function of the group's facts as path/to/file.py:name. A group that is rejected is replaced by another prompt's."""
     max_resample_times: int = limited(3, ge=0, advice="0 never refills; 3 is usual.")
-    """With `dynamic_sample` or `gates`, most rounds of refilling; groups that are missing after them are trained on as
+    """With `dynamic_sample` or `gates`, most rounds of resampling. Groups still rejected after them are trained on as
     they were first sampled."""
     prompt_sampler: dict | str | None = "uniform"
     """`uniform`: an epoch samples from every prompt once. `difficulty`: prompts of intermediate difficulty, by their
-    rewards so far, come more often than those that are always or never solved. `{"pools": {"hard": [0.25, 0.2], ...}}`:
-    by the largest mean reward of each pool and its weight. `{"order": column}`: every epoch from the smallest value of
-    a column to the largest. Or a function of means, squares, counts and step as path/to/file.py:name, which gives each
-    row a chance."""
+    rewards so far, come more often than those always or never solved. `{"pools": {"hard": [0.25, 0.2], ...}}`: each
+    pool has the prompts up to a largest mean reward, and a weight. `{"order": column}`: every epoch goes from the
+    smallest value of a column to the largest. Or path/to/file.py:name, a function of means, squares, counts and step
+    that gives each row its probability."""
     difficulty_floor: float = limited(
         0.1,
         ge=0.01,  # below it, a dataset of solved prompts would be gone through a hundred times for one sample
@@ -133,7 +137,7 @@ class PromptFields:
     """With prompt_sampler `difficulty`, how often a prompt that is always or never solved comes, relative to one that
     is solved half of the time."""
     resume_sources: bool = False
-    """Let a resumed run have sources that its checkpoint has not; they begin with their first epoch."""
+    """Let a resumed run have data sources that its checkpoint does not have; they begin with their first epoch."""
 
 
 describe_fields(__name__)
@@ -158,13 +162,13 @@ IDLE_KEYS = {
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), "texts are decoded from the tokens here"),
     "do_sample": "completions are sampled",
 }
-"""Settings of transformers' `generate` and of servers that change nothing, and why."""
+"""Settings of transformers' `generate` and of servers that have no effect here, and why."""
 IDLE_AT = {
     **dict.fromkeys(("use_cache", "return_dict_in_generate", "do_sample"), True),
     **dict.fromkeys(("num_beams", "num_beam_groups"), 1),
     "early_stopping": False,
 }
-"""The values of some of them that change nothing; others are refused."""
+"""The value at which a key of `IDLE_KEYS` changes nothing, for keys that change something at others."""
 
 
 def generation_kwargs_repeat_no_field(args: Args) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Fields and rules about supervised terms: tokens that the policy has not sampled and is to predict."""
+"""Fields and rules about supervised terms: cross-entropy on tokens that the policy has not sampled."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,24 +15,24 @@ class SupervisionFields:
     """Cross-entropy on what tools and users said, and on demonstrations."""
 
     supervised_roles: dict[str, float] | str | None = None
-    """Weight of the cross-entropy of what others than the policy wrote in its rollouts, by role, such as
-    {"tool": 0.05} (ECHO): `tool`, `user`, `system`, or several. It is a term of its own in the loss, averaged over
-    these tokens. A prompt is no part of it."""
+    """Weight by role of a cross-entropy on the tokens in a rollout that the policy did not write, such as {"tool":
+    0.05} (ECHO): `tool`, `user`, `system`, or several. It is a separate term of the loss, averaged over these tokens.
+    Prompts are left out."""
     supervised_filter: str | None = None
-    """With `supervised_roles`: path/to/file.py:name, a function of a rollout that gives True for each token of its
-    completion that may count, as many as there are; errors of a harness, for instance, need not be learned."""
+    """With `supervised_roles`: path/to/file.py:name, a function of a rollout that returns one bool per completion
+    token, False for tokens that must not count, such as errors of the harness."""
 
     demonstrations: str | None = None
-    """Dataset of demonstrations to learn next to the rewards: a file (jsonl, json, parquet, csv), a folder or a hub id,
-    whose rows have a `prompt`, as those of the training data, and a `completion`. Their cross-entropy is a term of its
-    own in the loss, averaged over their completions' tokens."""
+    """Dataset of demonstrations to learn in addition to the rewards: a file (jsonl, json, parquet, csv), a folder or a
+    hub id, whose rows have a `prompt`, as in the training data, and a `completion`. Their cross-entropy is a separate
+    term of the loss, averaged over their completions' tokens."""
     demonstrations_per_step: int = limited(8, ge=1)
     """Demonstrations in each optimizer step, over all processes."""
     demonstrations_coef: float = limited(1.0, gt=0, finite=True, advice="0.1 to 1 are usual.")
-    """Weight of the demonstrations' cross-entropy next to the rewards' part, which keeps its own weight of 1."""
+    """Weight of the demonstrations' cross-entropy; the policy-gradient loss keeps its weight of 1."""
     demonstrations_schedule: dict[str, float] | str | None = None
-    """In the place of `demonstrations_coef`, CHORD's weight μ by the optimizer step; the rewards' part has 1 - μ:
-    {"warmup": steps, "peak": a, "decay": steps, "valley": b}, linear from 0 to the peak, then by a cosine to the
+    """CHORD's weight μ by optimizer step, instead of `demonstrations_coef`; the policy-gradient loss is weighted by 1 -
+    μ. {"warmup": steps, "peak": a, "decay": steps, "valley": b}: linear from 0 to the peak, then along a cosine to the
     valley. Both weights are between 0 and 1."""
     demonstrations_phi: bool = False
     """Weigh each token of a demonstration by p (1 - p) of its probability p under the policy (CHORD-φ)."""

@@ -20,11 +20,11 @@ class TeacherFields:
     """Teachers: distillation of another model, or of the policy itself with another prompt."""
 
     teacher: dict[str, str] | str | None = None
-    """The teacher, which scores the tokens that the policy has sampled: a folder or hub id; `start`, the policy as it
-    was when the run began (with a new adapter: without it, which takes no memory); `policy`, the policy itself, reading
-    another prompt; `follower`, the policy as it was some steps ago, or an average; the URL of a vLLM or SGLang server
-    with the teacher's model (several with commas between them); the folder or hub id of a PEFT adapter; or several by
-    name, as JSON, which rows choose by `teacher_column`."""
+    """The teacher, a model that scores the tokens that the policy has sampled: a folder or hub id; `start`, the policy
+    at the start of the run (under a new adapter: the base model, which takes no memory); `policy`, the policy itself
+    with another prompt; `follower`, the policy of some steps ago, or a moving average of it; the URL of a vLLM or
+    SGLang server with the teacher's model (several with commas between them); the folder or hub id of a PEFT adapter.
+    Or several by name, as JSON, from which rows choose by `teacher_column`."""
     teacher_model_init_kwargs: dict[str, Any] | str | None = None
     """Arguments of `from_pretrained` for teachers that are loaded, such as dtype or quantization_config."""
     teacher_model_revision: str | None = None
@@ -35,35 +35,37 @@ class TeacherFields:
     """Column with the prompt (text or messages) that the teacher reads instead of the row's. A row without one has no
     teacher."""
     teacher_prompt_template: str | None = None
-    """The prompt that the teacher reads instead: text with {prompt}, the row's (of messages: the last one), and any of
-    {context} (column `privileged_context`), {solution} (a rewarded answer of the group), {feedback} (a column, or what
-    the environment said) and other columns; or path/to/file.py:name, a function of `TeacherPrompt`. A rollout that
-    lacks one of them has no teacher."""
+    """Template of the prompt that the teacher reads instead: text with {prompt}, the row's own (of messages: the last
+    one), and any of {context} (column `privileged_context`), {solution} (a rewarded answer of the group), {feedback} (a
+    column, or what the environment said) and other columns; or path/to/file.py:name, a function of `TeacherPrompt`. A
+    rollout for which one of them is missing has no teacher."""
     teacher_success_reward: float = 1.0
-    """{solution}: smallest total reward of an answer that is shown to the teacher of the others."""
+    """With {solution}: smallest total reward of an answer that the teacher is shown while it scores the others."""
     teacher_loss: str = limited("advantage", choices=("advantage", "divergence"))
     """`advantage`: the teacher's log-prob minus the policy's is added to each token's advantage. `divergence`: a term
     of its own in the loss, averaged over the tokens that have a teacher."""
     teacher_top_k: int = limited(0, ge=-1, advice="20 to 100 are usual; 0: the sampled token alone, -1: all tokens.")
-    """`divergence`: tokens at each position whose probabilities under policy and teacher are compared, with one bin for
-    all others: the teacher's likeliest for the forward KL, the policy's for the reverse one, half of each between. 0:
-    the sampled token alone, for the reverse KL. -1: the whole vocabulary, exactly."""
+    """`divergence`: number of tokens at each position whose probabilities under policy and teacher are compared; all
+    others share one bin. They are the teacher's likeliest for the forward KL, the policy's for the reverse KL, and half
+    of each in between. 0: only the sampled token, for the reverse KL. -1: the whole vocabulary, exactly."""
     teacher_beta: float = limited(1.0, ge=0, le=1, advice="1 is the reverse KL, 0 the forward KL, 0.5 JSD.")
-    """`divergence` with teacher_top_k: 1 is the reverse KL, KL(policy || teacher), 0 the forward KL, and between them
-    the generalised Jensen-Shannon divergence of GKD, whose size shrinks towards both ends."""
+    """`divergence` with teacher_top_k: 1 is the reverse KL, KL(policy || teacher); 0 the forward KL; in between, the
+    generalised Jensen-Shannon divergence of GKD (arXiv 2306.13649, eq. 1), which vanishes as beta approaches 0 or 1."""
     teacher_advantage: str | None = None
-    """Function of the gap and the advantages, path/to/file.py:name, in the place of their weighted sum."""
+    """A function of the gap and the advantages, path/to/file.py:name, used instead of their weighted sum
+    (`covey.core.distillation.GapInputs` lists its inputs)."""
     teacher_coef: float = limited(1.0, ge=0, finite=True, advice="1.0 is the default; 0 measures the teacher alone.")
     """Weight of the teacher; 0 measures it without learning from it."""
     teacher_schedule: dict[str, float] | str | None = None
-    """Factor of `teacher_coef` by the optimizer step: {"warmup": steps, "peak": a, "decay": steps, "valley": b}, linear
-    from 0 to the peak, then by a cosine to the valley."""
+    """Factor of `teacher_coef` by optimizer step: {"warmup": steps, "peak": a, "decay": steps, "valley": b}, linear
+    from 0 to the peak, then along a cosine to the valley."""
     teacher_clip: float | None = limited(None, gt=0, advice="1 to 10 nats are usual.")
-    """Largest gap between the teacher's log-prob and the policy's that counts, in nats; unset: no bound."""
+    """Bound of the gap between the teacher's log-prob and the policy's, in nats: it is clipped to [-teacher_clip,
+    teacher_clip]. Unset: no bound."""
     teacher_mixup_alpha: float = limited(1.0, gt=0, le=1, advice="1.0 copies; 0.05 averages.")
     """Of `follower`: teacher = (1 - alpha) * teacher + alpha * policy."""
     teacher_sync_steps: int = limited(1, ge=1)
-    """Of `follower`: optimizer steps between two moves."""
+    """Of `follower`: optimizer steps from one move to the next."""
     teacher_server_api_key: str | None = None
     """Key of the teachers that are servers. Unset: the environment variable VLLM_API_KEY or SGLANG_API_KEY, where no
     log shows it."""

@@ -31,11 +31,11 @@ class TrainingDefaults:
     for all else) or `adamw_stochastic` (AdamW that rounds weights held in bfloat16 up or down by chance)."""
     gradient_checkpointing: bool | None = True
     """Let layers recompute their activations in the backward pass where memory has no room to keep them: less memory,
-    up to a third more compute, the same result. With gradient_checkpointing_kwargs every layer does."""
+    up to a third more compute, the same result. With gradient_checkpointing_kwargs every layer recomputes them."""
     logging_steps: float = 10
     """Log every this many optimizer updates; a number below 1 is a share of all updates."""
     logging_nan_inf_filter: bool = False
-    """Log the average of earlier losses in the place of one that is NaN."""
+    """Log the average of earlier losses instead of a loss that is NaN or infinite."""
     remove_unused_columns: bool = False
     """No effect: reward functions receive every column of the dataset."""
 
@@ -54,11 +54,11 @@ class ModelFields:
     """Weight of the load-balancing loss of mixtures of experts, taken over all tokens of an optimizer step. Unset:
     router_aux_loss_coef of the model's own config (0.001 for Qwen3-MoE); 0 switches the loss off."""
     freeze_vit: bool = False
-    """Of a vision-language model, train everything but what encodes images (the vision tower)."""
+    """Freeze the image encoder (vision tower) of a vision-language model."""
     freeze_aligner: bool = False
-    """Of a vision-language model, train everything but what brings encoded images to the language model."""
+    """Freeze the projector between image encoder and language model of a vision-language model."""
     freeze_llm: bool = False
-    """Of a vision-language model, train everything but the language model and its head."""
+    """Freeze the language model of a vision-language model, with its head."""
     disable_dropout: bool = False
     """Set every dropout probability to 0, so that the same tokens always get the same log-probabilities."""
     cast_lm_head_to_fp32: bool = False
@@ -86,9 +86,9 @@ class BatchFields:
     """Micro-batches that one rollout batch is cut into. Unset: gradient_accumulation_steps, so that one rollout batch
     feeds one update. Give this or `generation_batch_size`."""
     max_tokens_per_micro_batch: int | None = limited(None, ge=1)
-    """Most tokens of a micro-batch, which one forward and backward pass takes: the knob for memory. Unset: what
-    per_device_train_batch_size rollouts take when padded, or more where a GPU's memory suffices; never more than keeps
-    the hardware busy. Results do not depend on it."""
+    """Most tokens of a micro-batch, the part of a batch that one forward and backward pass takes: the setting for
+    memory. Unset: the tokens of per_device_train_batch_size rollouts when padded, or more where a GPU's memory
+    suffices, but never more than it takes to keep the hardware busy. Results do not depend on it."""
     num_iterations: int = limited(1, ge=1)
     """Epochs of training on each rollout batch (mu in the GRPO paper). More than 1 reuses completions of an older
     policy."""
@@ -98,7 +98,7 @@ class BatchFields:
     """Round padded lengths up to a multiple of this number. `auto` and unset pad to the longest row only."""
     ds3_gather_for_generation: bool = True
     """Where FSDP2 or DeepSpeed ZeRO-3 shard the weights, gather all of them in each process while the built-in engine
-    samples: much faster, where they fit. False gathers layer by layer, again for every token."""
+    samples: much faster, if they fit. False gathers them layer by layer, again for every token."""
 
 
 @dataclass
@@ -108,23 +108,24 @@ class LoggingFields:
     log_completions: bool = False
     """Show sampled prompts and completions at every log, on the console and in the trackers."""
     log_entropy: bool = False
-    """Log mean, largest and smallest entropy of completions, and a column of it. Where the engine does not measure it,
-    as servers do not, this takes one more scoring pass."""
+    """Log the mean, smallest and largest entropy of completions, and add it to the tables of completions. Engines that
+    do not measure entropy, such as servers, need one more scoring pass for it."""
     log_multimodal: bool = True
-    """Include small images of what vision-language models are shown in the tables of completions."""
+    """Add thumbnails of the images that a vision-language model was given to the tables of completions."""
     num_completions_to_print: int | None = limited(None, ge=0)
-    """With `log_completions`: how many to print; 0 prints none, unset all."""
+    """With `log_completions`: number of completions to print; 0 prints none, unset prints all."""
     log_unique_prompts: bool = False
-    """With `log_completions`: one completion of each prompt only."""
+    """With `log_completions`: show one completion of each prompt only."""
     export_completions: bool = False
-    """At every log also write `completions/completions_{step}.parquet`, as TRL does, and at every evaluation a file in
-    `evaluations/`: the latest rollout batch of all processes as text. The same completions are in `record/`."""
+    """Also write the latest rollout batch of all processes as text: at every log to
+    `completions/completions_{step}.parquet`, as TRL does, and at every evaluation to a file in `evaluations/`.
+    `record/` has the same completions."""
     log_completions_total_limit: int | None = limited(None, ge=1)
-    """With `export_completions`: number of these files to keep, of the latest logs and evaluations; unset keeps all."""
+    """With `export_completions`: number of the latest files to keep; unset keeps all."""
     record: str = limited("rollouts", choices=("rollouts", "tokens", "off"))
-    """What `record/` of the output folder keeps for `covey view`: `rollouts` (prompts, completions, rewards and metrics
-    of every step and evaluation), `tokens` (in addition every token of training with its log-probs, which `replay_from`
-    and `covey diff` read) or `off`."""
+    """Contents of `record/` in the output folder, for `covey view`: `rollouts` (prompts, completions, rewards and
+    metrics of every step and evaluation), `tokens` (in addition each training token with its log-probs, which
+    `replay_from` and `covey diff` read) or `off`."""
     draw_curves: bool = False
     """Draw `curves.png` at every save and at the end: the curves of `report.html` as a picture. Needs matplotlib."""
     record_max_gb: float = limited(20.0, gt=0)
@@ -133,8 +134,8 @@ class LoggingFields:
     """Folder of a run with `record="tokens"`: train on its completions and rewards instead of sampling. The same
     settings give the same weights, bit by bit; others show what they would have learned from the same samples."""
     log_completions_hub_repo: str | None = None
-    """Hub data set to which the files of `export_completions` are pushed while training, such as me/completions; they
-    are written for it."""
+    """Hub data set, such as me/completions, to which the files of `export_completions` are pushed during training;
+    naming it writes these files, too."""
 
 
 describe_fields(__name__)
@@ -309,9 +310,9 @@ def supervised_options_are_off(args: Args) -> Iterator[Finding]:
     if not (has_accelerator() or args.planned.gpu):
         yield from ignored(args, ["torch_empty_cache_steps"], "a CPU has no such cache")
     if args.tf32 and not (has_accelerator() or args.planned.gpu):
-        yield from ignored(args, ["tf32"], "a CPU has no such products")
+        yield from ignored(args, ["tf32"], "it is for GPUs")
     if args.fp16 and not (has_accelerator() or args.planned.gpu):
-        yield from ignored(args, ["fp16"], "a CPU computes in float32 then; bf16 is for CPUs that multiply bfloat16")
+        yield from ignored(args, ["fp16"], "a CPU computes in float32 instead; bf16 is for CPUs that multiply bfloat16")
     loader = ("dataloader_prefetch_factor", "dataloader_persistent_workers", "dataloader_drop_last")
     yield from ignored(args, loader, "prompts are read one rollout batch at a time, and an incomplete one is left out")
     yield from ignored(
