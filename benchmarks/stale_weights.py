@@ -105,7 +105,7 @@ def run(case: Case, rate: float, seed: int, steps: int) -> Result:
     """Train until the engine is called stale, or to the end."""
     seconds: list[float] = []
     test = staleness.VersionTest
-    looks = {name: getattr(test, name) for name in ("votes", "difference")}
+    looks = {name: getattr(test, name) for name in ("preferences", "difference")}
 
     def timed(look: Any) -> Any:
         def measured(*given: Any) -> Any:
@@ -196,7 +196,7 @@ def main() -> int:
     usual = run(Case("float32"), 1e-5, 0, 200)
     print(f"\nTime of the looks in a healthy run of 200 steps: {usual.share:.2%} ({usual.looks} looks).\n")
     print("| healthy engine | looks | called stale |\n|---|---|---|")
-    staleness.LOOKS = (1,)
+    staleness.COMPARED_AT = (1,)
     total = 0
     for case in HEALTHY:
         steps = -(-given.checks // (len(HEALTHY) * len(RATES)))

@@ -344,7 +344,9 @@ def adapter(*targets, **settings):
 def test_a_model_with_other_weights_is_refused(tmp_path, began, goes_on):
     """Loading leaves out what only one of two models has."""
     runs.trainer(tmp_path, parts=began, **SAVING, max_steps=1).train()
-    with pytest.raises(ValueError, match=r"checkpoint-1' do not fit this model: .* are in one of the two alone, such"):
+    with pytest.raises(
+        ValueError, match=r"checkpoint-1' belong to a different model: .* trained weights are in only one of"
+    ):
         runs.trainer(tmp_path, parts=goes_on, max_steps=2).train(resume_from_checkpoint="auto")
 
 

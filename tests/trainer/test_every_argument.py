@@ -188,7 +188,7 @@ def of_suite(suite: EvalSuite) -> Any:
     """All that an evaluation asks of a suite."""
     algebra = runs.config("x").algebra(1)
     graded = [Graded(0, reward, reward >= 0.5, str(reward)) for reward in (0.0, 0.7, 1.0, 1.0)]
-    judged = suite.judge(RewardSuite([runs.digits, runs.longer]))
+    judged = suite.grader(RewardSuite([runs.digits, runs.longer]))
     return (
         len(suite.dataset),
         suite.batches(algebra),

@@ -256,9 +256,9 @@ CHANGES = {
     "rows": (
         {},
         {"train_dataset": tiny.rows()[:-1]},
-        r"another dataset \(\d+ rows, now \d+\); the run continues at its place",
+        r"another dataset \(\d+ rows, now \d+\); the run continues at the same row",
     ),
-    "content": ({}, {"train_dataset": tiny.rows()[::-1]}, r"another dataset \(as many rows, others\)"),
+    "content": ({}, {"train_dataset": tiny.rows()[::-1]}, r"another dataset \(as many rows, other content\)"),
     "reward": ({}, {"reward_funcs": once}, r"Takes effect: other reward functions \(longer, once\)"),
 }
 

@@ -1,4 +1,4 @@
-"""Names of studies for scripts, `from covey.study import Study`; the code is in `covey_tools`, imported when used."""
+"""Public names of studies, as in `from covey.study import Study`; the code in `covey_tools` is imported on use."""
 
 from importlib import import_module
 from typing import Any

@@ -1,4 +1,4 @@
-"""Answers about a trainer at the prompt of Python: completions of its model, a line about it, metrics as a table."""
+"""Interactive use of a trainer: completions of its model, a one-line description, metrics as a table."""
 
 import html
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ def generate(trainer: Any, prompts: Any, num_generations: int, seed: int | None,
 
 
 def _text(completion: Any) -> str:
-    """The text of a completion; of messages, that of the only one."""
+    """The text of a completion; of messages, the text of a single one, else the transcript."""
     if isinstance(completion, list):
         contents = [message.get("content") for message in completion if isinstance(message, dict)]
         return contents[0] if len(contents) == 1 and isinstance(contents[0], str) else as_text(completion)

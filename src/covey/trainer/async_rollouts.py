@@ -30,7 +30,7 @@ from covey.runtime.user_code import call_all, unsaveable_part
 
 Stats = dict[str, Stat]
 
-SUBMITTED = 30.0  # seconds that a launch waits for the engine to have its requests; later, new weights may overtake one
+SUBMITTED = 30.0  # seconds that a launch waits until the engine has its requests; a later one may meet newer weights
 
 
 @dataclass
@@ -42,17 +42,17 @@ class InFlightBatch:
     version: int  # of the weights that it was launched with
     samples: list[PromptSample]  # of this process
     work: Future[list[Rollout]]  # the rollouts, in the samples' order
-    stream: RewardStream = field(default_factory=RewardStream)  # of rollouts as they end; not once a run was resumed
+    stream: RewardStream = field(default_factory=RewardStream)  # of rollouts as they end; empty in a resumed run
 
     def rollouts(self) -> list[Rollout]:
-        """The finished rollouts; where the engine does not say what it sampled with, that is the launch's version."""
+        """The finished rollouts. Those for which the engine gives no weight versions get that of the launch."""
         return [
             one if one.versions is not None else replace(one, versions=[self.version] * len(one.completion_ids))
             for one in self.work.result()
         ]
 
     def state(self) -> dict[str, Any]:
-        """Plain values; what failed or cannot be saved is left out, and sampled again by a run that resumes."""
+        """The batch as plain values; a resumed run samples again what failed or cannot be saved."""
         done = self.work.done() and not self.work.cancelled() and self.work.exception() is None
         done = done and not any(OBJECTS in rollout.extras for rollout in self.work.result())
         rollouts = [_plain(rollout) for rollout in self.rollouts()] if done else None
@@ -92,7 +92,7 @@ class AsyncRollouts:
 
     def __post_init__(self) -> None:
         self._thread = LoopThread("covey-sampling", no_grad=True)
-        self._in_front = self.collector.run_by(self._thread.run)
+        self._foreground = self.collector.run_by(self._thread.run)
         self._in_flight: deque[InFlightBatch] = deque()
         self._next: int | None = None
         self._late = 0  # optimizer steps behind the schedule, as when data were not skipped on resuming
@@ -132,6 +132,7 @@ class AsyncRollouts:
         return inflight, stats
 
     def settle(self) -> None:
+        """Wait until nothing is in flight; failures are raised where a batch is taken."""
         with self.waiting():
             for inflight in self._in_flight:
                 with suppress(Exception):
@@ -166,12 +167,12 @@ class AsyncRollouts:
         return len(saved) - len(kept), stats
 
     def close(self, seconds: float = 5.0) -> None:
-        """Give up what is under way, and the thread. Comes back within `seconds`, whatever the engine does."""
-        self.collector.run_by(self._in_front)
+        """Cancel what is in flight and end the thread, within `seconds`, whatever the engine does."""
+        self.collector.run_by(self._foreground)
         call_all(self._give_up, partial(self._thread.close, seconds))
 
     def begins(self, number: int) -> int:
-        """The optimizer step after which the training of a rollout batch begins by the schedule."""
+        """The optimizer step after which the schedule begins to train on a rollout batch."""
         micro_batches, accumulation = self.algebra.micro_batches, self.algebra.gradient_accumulation_steps
         epoch, place = (0, number) if self.per_epoch is None else divmod(number, self.per_epoch)
         steps_per_epoch = -(-(self.per_epoch or 0) * micro_batches // accumulation)  # the last may be a short one
@@ -189,7 +190,7 @@ class AsyncRollouts:
         return stats
 
     def _launch(self, number: int, key: tuple[str, int], version: int, samples: list[PromptSample]) -> None:
-        """Launch a rollout batch, and wait until the engine has its requests: what comes next comes after them."""
+        """Launch a rollout batch, and wait until the engine has its requests, so that later weights come after them."""
         submitted, stream = threading.Event(), self.stream()
         work = self._thread.start(self.collector.sample(samples, self.params, key, None, submitted.set, stream))
         work.add_done_callback(lambda _: submitted.set())

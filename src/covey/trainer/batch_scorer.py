@@ -132,7 +132,10 @@ class BatchScorer:
             return self.runner.score(batch, values_of, rows)
 
     def settle_layout(self, batch: TrainBatch) -> None:
-        """Let the scorer choose its layout before anything is planned; the first call is collective: all take one."""
+        """Let the scorer choose its layout before anything is planned.
+
+        The first call is collective: all processes agree on the slowest layout among theirs.
+        """
         policy = self.run.policy
         with self.run.accelerator.autocast():
             mine = self.scorer.layout_of(policy, batch)

@@ -1,4 +1,4 @@
-"""Parts of a trainer, built from its config: the only module that knows which field decides what."""
+"""Parts of a trainer, built from its config and arguments."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -92,7 +92,11 @@ UNLIMITED = 2**31  # `max_completion_length=None`: only the model's context ends
 
 
 def resolve_args(args: Any, model: Any, config_class: type[OnlineConfig]) -> OnlineConfig:
-    """The config, or its defaults with an output folder named after the model."""
+    """The config, or its defaults with an output folder named after the model.
+
+    Raises TypeError for a config of another class, CheckError (a ValueError) for a field or an output folder that
+    cannot work.
+    """
     if args is None:
         loaded_from = getattr(getattr(model, "config", None), "_name_or_path", "")
         name = model if isinstance(model, (str, os.PathLike)) else loaded_from
@@ -110,7 +114,7 @@ def resolve_args(args: Any, model: Any, config_class: type[OnlineConfig]) -> Onl
             "setting-format",
             f"output_dir={args.output_dir!r} is not a folder that can be written to, so checkpoints and completions"
             " would be lost.",
-            "Choose another.",
+            "Choose another folder.",
         )
     check_trackers(args.report_to)
     fill_unset(args)
@@ -131,7 +135,7 @@ def _can_be_made(folder: str) -> bool:
 
 @without_bars()
 def build_policy(args: OnlineConfig, model: Any, quantization_config: Any, peft_config: Any) -> Any:
-    """The model to train, with dropout and gradient checkpointing as the config has them."""
+    """The model to train, with dropout and gradient checkpointing as the config says."""
     precision = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
     policy = load_policy(
         model,
@@ -210,7 +214,10 @@ def build_reference(
 
 
 def make_reference(model: Any, accelerator: Any, peft_config: Any, *, follows: bool) -> Reference:
-    """The policy as it is now, for later; one that `follows` it keeps a state of its adapter."""
+    """The policy as it is now, kept as a reference.
+
+    Under a new adapter that is the model without the adapter, unless the reference `follows` the policy later on.
+    """
     is_new = peft_config is not None and starts_as_identity(peft_config) and not follows
     return Reference(model, lambda copy: prepare_frozen(accelerator, copy), adapter_is_new=is_new)
 
@@ -228,8 +235,8 @@ def build_teachers(
 ) -> TeacherScorer | None:
     """The teachers that the config names, or the model that was `given`; None without any.
 
-    `reference` is that of a KL penalty, which is the teacher "start" as well where it does not move. `loaded` says that
-    the policy was loaded by its name here, and not given as a model, whose weights may be others than its name says.
+    `reference` is the KL penalty's; where it does not move, it is the teacher "start" as well. `loaded` says that the
+    policy was loaded here by its name, not given as a model, whose weights may differ from those under its name.
     """
     args, teachers, bases = run.args, dict[str, Teacher](), dict[Any, Any]()
     as_named = loaded and peft_config is not None and starts_as_identity(peft_config)
@@ -350,8 +357,8 @@ def check_engine_choice(args: OnlineConfig, engine: Any) -> Iterator[Finding]:
     if engine is not None and named:
         yield Finding.error(
             "engines-several",
-            f"the trainer was given an `engine` ({type(engine).__name__}) and {named[0]}=True: one of the two samples.",
-            "Leave the other out.",
+            f"the trainer was given an `engine` ({type(engine).__name__}) and {named[0]}=True: only one can sample.",
+            "Leave one of the two out.",
         )
     if engine is not None and not hasattr(engine, "in_place_of"):
         yield from ignored(
@@ -406,7 +413,7 @@ def build_collector(
         report([Finding.warning("reward-tokens", f"{tokens} {consequence}")])
     spec = build_rollout_spec(
         run.args, model, codec, tools, rollout_func, environment_factory, trainer, seats, eval_seats
-    )  # an engine is slow
+    )  # before the engine, which is slow to start
     if engine is None:
         engine = build_engine(run, model, tokenizer, lambda: run.policy, context, vision)
     past: list[PastPolicies] = []
@@ -496,7 +503,7 @@ def _check_reshaping(args: OnlineConfig, extra: dict[str, Any]) -> Iterator[Find
 
 
 def build_rewards(run: Run, collector: Collector, reward_funcs: Any, processing_classes: Any) -> RewardSuite:
-    """The reward functions behind one call, that of the environments among them."""
+    """All reward functions behind one call, those of environments included; CheckError where nothing rewards."""
     args, player = run.args, collector.spec and collector.spec.play
     plan = reward_plan(reward_funcs, args.reward_weights, processing_classes, player, run.sources)
     report(check_reward_sources(plan, run.sources, args))
@@ -542,7 +549,7 @@ def build_rewards(run: Run, collector: Collector, reward_funcs: Any, processing_
 
 
 def _check_without_rewards(args: OnlineConfig, sources: Sources | None) -> Iterator[Finding]:
-    """Errors of settings that go by rewards, in a run that has a teacher alone."""
+    """Errors of settings that need rewards, in a run that has only a teacher."""
     given = {name: getattr(args, name) for name in ("dynamic_sample", "gates", "prompt_sampler")}
     for source in sources.sources if sources is not None else ():
         own = source.settings
@@ -659,7 +666,7 @@ def build_chooser(run: Run, dataset: Any, judge_of: JudgeOf) -> PromptChooser | 
 
 
 def _choice(args: OnlineConfig, source: Source, draws: bool) -> SourceChoice:
-    """Choice within a source, or of the refills of a run without sources where the dataloader draws."""
+    """Selection of prompts within a source; without sources, of refills alone where the dataloader draws prompts."""
     own, name = source.settings, f"source {source.name!r}" if source.name else "train_dataset"
     given = args.prompt_sampler if own.sampler is None else own.sampler
     floor = args.difficulty_floor if own.floor is None else own.floor
@@ -693,7 +700,7 @@ def as_callbacks(given: Any) -> list[Any]:
 
 
 def add_callbacks(trainer: "OnlineTrainer", given: Sequence[Any]) -> None:
-    """Covey's own callbacks instead of the stock ones; `own_callbacks` then names all that the user has not `given`."""
+    """Replace transformers' displays by Covey's callbacks; `own_callbacks` names all that were not `given`."""
     args = trainer.args
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)

@@ -137,7 +137,7 @@ def _check_combinations(
             if (value := getattr(args, name)) != default:
                 evidence = f"`{name}={value!r}` has no effect on rollouts that are one completion."
                 yield Finding.warning("setting-unread", evidence)
-        yield from ignored(args, ["supervised_roles"], "nobody but the policy is known to write in rollouts")
+        yield from ignored(args, ["supervised_roles"], "no writer but the policy is known in such rollouts")
     if not plays and args.compare != "group":
         yield Finding.error(
             "roles-missing",
@@ -211,7 +211,7 @@ def _check_game(args: OnlineConfig, play: PlayedGame, tools: Any, seats: Any, ev
             "game-seats",
             f"with eval_seats {evaluated} seats of {name} are the policy's, and an evaluation plays"
             f" {args.rollouts_per_game} rollouts at a time (rollouts_per_game).",
-            "Leave as many seats to the policy as divide that.",
+            f"Leave a number of seats to the policy that divides {args.rollouts_per_game}.",
         )
 
 
@@ -394,7 +394,7 @@ def reward_plan(
 ) -> RewardPlan:
     """The run's functions, then those of its sources alone, then the environments' own where they have any.
 
-    Those that no weight is given for have weight 1.
+    Functions without a given weight have weight 1.
     """
     every, added = as_list(functions), list[Any]()
     own = {one.name: as_list(one.settings.reward_funcs) for one in (sources.sources if sources else ())}
@@ -463,7 +463,7 @@ def is_taught(source: Source, args: OnlineConfig) -> bool:
 
 
 def rows_to_train_on(args: OnlineConfig, train_dataset: Any, factory: Any) -> Any:
-    """The dataset that was given; with `max_steps` and environments alone, their tasks, or rows with a seed each."""
+    """The given dataset; without one, with `max_steps`, the environments' tasks, or rows with a seed each."""
     if train_dataset is not None or factory is None or args.max_steps <= 0:
         return train_dataset
 
@@ -483,7 +483,7 @@ OPTIONAL = ("get_reward", "close", "max_turns", "turn_rewards", "max_environment
 
 
 def _check_names(kind: type, factory: Any) -> Iterator[Finding]:
-    """Warnings of names of a class that are nearly those of what an environment may have, and are not read."""
+    """Warnings of names in an environment's class that resemble an optional one (`OPTIONAL`) and are not read."""
     known = {name for name in OPTIONAL if hasattr(kind, name) or hasattr(factory, name)}
     for name in vars(kind):
         missing = difflib.get_close_matches(name, [one for one in OPTIONAL if one not in known], n=1, cutoff=0.85)

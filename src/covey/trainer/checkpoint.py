@@ -31,6 +31,8 @@ NOT_BINDING = frozenset({"per_device_eval_batch_size", "num_generations_eval"}) 
 
 @dataclass(eq=False)
 class Checkpointer:
+    """Writes, finds and compares the checkpoints of a run, and restores the state of the method from them."""
+
     run: Run
     parts: Mapping[str, Stateful]
     before_saving: Callable[[], None]  # collective
@@ -39,7 +41,7 @@ class Checkpointer:
     staging: bool = field(default=False, init=False)  # one is being written, into a folder that is moved when complete
     earlier: set[str] = field(default_factory=set, init=False)  # names of another run's checkpoints in output_dir
     delayed_pushes: list[str] = field(default_factory=list, init=False)  # folders that were to be uploaded meanwhile
-    _earlier_state: dict[str, dict[str, Any]] | None = field(default=None, init=False)  # saved in the place of today's
+    _earlier_state: dict[str, dict[str, Any]] | None = field(default=None, init=False)  # saved instead of the present
 
     def begin(self, checkpoint: str | None) -> None:
         """Note what another run has left in the output folder: this one neither counts nor deletes it."""
@@ -129,9 +131,9 @@ class Checkpointer:
         return next((problem for problem in everyone if problem is not None), None)
 
     def method_state(self) -> dict[str, dict[str, Any]]:
-        """State of each part, in containers of its own, with the parts' own tensors.
+        """State of each part, in new containers that share the parts' tensors.
 
-        It costs little, and nothing changes it before the weights change.
+        Nothing is copied, and nothing changes these tensors before the weights change.
         """
         if self._earlier_state is not None:
             return self._earlier_state
@@ -205,6 +207,7 @@ class Checkpointer:
             warn(f"since {checkpoint!r} was saved, this run has changed. {' '.join(changes)}")
 
     def load_model(self, model: Any, folder: str, load: Callable[[], None]) -> None:
+        """Load a checkpoint's weights; ValueError if they belong to another model."""
         ignored = getattr(model, "_keys_to_ignore_on_save", None)
         try:
             if tied := getattr(model, "all_tied_weights_keys", None):
@@ -213,7 +216,7 @@ class Checkpointer:
         except RuntimeError as error:
             reason = " ".join(str(error).split("\n")[:2])  # the rest lists every other weight
             raise ValueError(
-                f"the weights in {folder!r} do not fit this model: they are of another one. Resume with"
+                f"the weights in {folder!r} belong to a different model. Resume with"
                 f" the model that the run began with. torch says: {reason}"
             ) from error
         finally:
@@ -251,7 +254,7 @@ class Checkpointer:
             yield new
 
     def _place_best(self, final: str) -> None:
-        """Every process knows the best checkpoint by its final place, wherever the others were staged."""
+        """Name the best checkpoint by its final folder in the state, on every process."""
         state = self.run.state()
         if best := state.best_global_step:
             folder = os.path.join(os.path.dirname(final), f"checkpoint-{best}")
@@ -306,8 +309,8 @@ def _warn_of_earlier_run(folder: Path, args: Any, checkpoints: list[str], begins
     if found:
         warn(
             f"output_dir={str(folder)!r} holds files of an earlier run: {', '.join(found)}. This run replaces those of"
-            " its own steps and keeps the others, which it does not count; but resuming from the latest checkpoint"
-            " would take an earlier one. Choose another output_dir to keep runs apart.",
+            " its own steps and keeps the others, which save_total_limit does not count. Resuming from the latest"
+            " checkpoint may take one of the earlier run. Choose another output_dir to keep runs apart.",
         )
 
 
@@ -329,7 +332,10 @@ def numbered_checkpoints(run_dir: str, others: Collection[str] = ()) -> list[Pat
 
 
 def resume_from(setting: str | bool | None) -> str | bool | None:
-    """The checkpoint to resume from: a folder, True for the latest one ("true", "last"), "auto", or None."""
+    """The checkpoint to resume from: a folder, True for the latest one ("true", "last"), "auto", or None.
+
+    Raises FileNotFoundError for a folder that does not exist.
+    """
     text = str(setting or "")
     if text.lower() in ("", "false", "no"):
         return None
@@ -368,7 +374,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def _missing(checkpoint: Path) -> str | None:
-    """Sentence on a file that a checkpoint with the method's state lacks, where no manifest tells; None if none."""
+    """A sentence on a file that is missing from a checkpoint without a manifest; None if all are there."""
     names = {path.name for path in checkpoint.iterdir()}
     there = {name.partition(".")[0].rstrip("_0123456789") for name in names}
     if MANIFEST in names or "covey_state" not in there:

@@ -86,7 +86,7 @@ def _check_given(args: OnlineConfig, train_dataset: Any, eval_dataset: Any) -> I
         strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
         setting = f"eval_strategy={strategy!r}" if strategy != "no" else "eval_on_start=True"
         evidence = f"{setting} evaluates, and there is no `eval_dataset`."
-        yield Finding.error("dataset-missing", evidence, "Give one, or leave the setting out.")
+        yield Finding.error("dataset-missing", evidence, "Give an `eval_dataset`, or leave the setting out.")
 
 
 def _check_length(args: OnlineConfig, train_dataset: Any) -> Iterator[Finding]:
@@ -137,8 +137,8 @@ def _check_remainder(args: OnlineConfig, rows: int, together: int) -> Iterator[F
     if left and not args.shuffle_dataset and args.max_steps <= 0 and args.num_train_epochs <= 1:
         yield Finding.warning(
             "dataset-remainder",
-            f"the last {left} of {rows} rows never come: a rollout batch has {together} prompts, rows are not shuffled"
-            " (shuffle_dataset=False), and the run ends after one epoch.",
+            f"the last {left} of {rows} rows are never sampled: a rollout batch has {together} prompts, rows are not"
+            " shuffled (shuffle_dataset=False), and the run ends after one epoch.",
             "Give a number of rows that rollout batches divide, change generation_batch_size, or train for more epochs,"
             " which begin with them.",
         )
@@ -222,7 +222,7 @@ def check_evaluations(args: OnlineConfig, rewards: RewardSuite, eval_dataset: An
     """Findings about the rewards that suites name, and the metric that chooses the best model."""
     for dataset in evaluation_sets(eval_dataset):
         if isinstance(dataset, EvalSuite):
-            dataset.judge(rewards)
+            dataset.grader(rewards)
     yield from _check_best_metric(args.metric_for_best_model, eval_dataset)
 
 
@@ -237,7 +237,7 @@ def _check_columns(collector: Collector, rewards: RewardSuite, dataset: Any, rol
             f" has {', '.join(sorted(columns))}.",
             "Rename the column, or give the argument a default.",
         )
-    if not plays_functions(collector.spec):  # what these give to reward functions is known when they have
+    if not plays_functions(collector.spec):  # which columns they add is known once they have run
         given = {OBJECTS} if getattr(player, "gives_objects", False) else set()
         yield from rewards.check_columns(columns | given, source_of(dataset))
 
@@ -287,11 +287,11 @@ IN_FLOAT32 = (
 BY_CHANCE = "Or set optim='adamw_stochastic', which rounds to either side so that nothing is lost in the mean."
 KEEPS_REST = ("kahan", "stochastic_round")  # words in `optim_args` of optimizers that lose nothing to rounding
 UPDATES = (("adam|lion|adafactor|lamb", 1.0), ("muon", 0.2))
-"""Names of optimizers, and about what their updates of a weight are, in learning rates."""
+"""Patterns of optimizers' names, and the usual size of their update of a weight, in learning rates."""
 
 
 def check_rounding(args: OnlineConfig, policy: Any) -> Iterator[Finding]:
-    """A warning of weights held in half precision that updates of this learning rate would be rounded away from."""
+    """A warning if weights are held in half precision, where rounding would undo updates of this learning rate."""
     weights, name = held_in_half(policy), name_of(args)
     size = next((size for pattern, size in UPDATES if re.search(pattern, name)), None)
     if not weights or size is None or loses_nothing(args, weights):
@@ -344,14 +344,14 @@ class MovedWeights(TrainerCallback):
         if self._steps == MOST_STILL and few and not self._warned:
             self._warned = True
             evidence = (
-                f"in {MOST_STILL} optimizer steps {self._moved / self._total:.1%} of the weights changed at a time:"
+                f"in {MOST_STILL} optimizer steps, each changed only {self._moved / self._total:.1%} of the weights:"
                 f" they are held in {weights[0].dtype}, and the other updates were rounded away."
             )
             report([Finding.warning("weights-rounded", evidence, advice_on_rounding(weights))])
 
 
 def _check_optimizer(optimizer: Any, policy: Any) -> Iterator[Finding]:
-    """One that is given holds weights that are trained; an adapter's are there once the trainer has made it."""
+    """Error of a given optimizer that holds no trained weight, such as one made before the adapter."""
     groups = getattr(optimizer, "param_groups", None)
     if groups is None:
         return
@@ -367,7 +367,7 @@ def _check_optimizer(optimizer: Any, policy: Any) -> Iterator[Finding]:
 
 
 def _check_best_metric(name: str | None, datasets: Any) -> Iterator[Finding]:
-    """The best model is chosen by a metric of an evaluation; with named sets, of one of them."""
+    """Error of a `metric_for_best_model` that no evaluation has; with named sets it must name one of them."""
     if name is None or datasets is None:
         return
     metric, dataset = name.removeprefix("eval_"), datasets
@@ -415,7 +415,7 @@ class NotFiniteError(FloatingPointError):
 
 
 class FiniteCheck:
-    """Skips steps whose loss or gradient is not finite; stops a run at the third in a row, and at such weights."""
+    """Skips steps whose loss or gradient is not finite; ends a run at the third in a row, or at such a weight."""
 
     def __init__(
         self,
@@ -437,7 +437,11 @@ class FiniteCheck:
         self._skipped_in_a_row = state["skipped_in_a_row"]
 
     def check_loss(self, loss: float, number: int) -> float:
-        """A factor for the loss of a micro-batch: NaN for one that is not finite, so that no process takes the step."""
+        """Factor for a micro-batch's loss that is not finite: NaN, so that no process takes the step.
+
+        It is 1 under float16's loss scaling, which skips such steps itself. Raises NotFiniteError if a weight is not
+        finite.
+        """
         if self.scales_loss:
             return 1.0
         if not_finite(self._run.policy.named_parameters()):
@@ -506,7 +510,7 @@ class FiniteCheck:
 
     @property
     def scales_loss(self) -> bool:
-        """float16's loss scaling skips steps whose gradient is not finite."""
+        """True under float16's loss scaling, which skips steps whose gradient is not finite."""
         scaler = getattr(self._run.accelerator, "scaler", None)
         by_deepspeed = self._run.sharding.deepspeed and self._run.accelerator.mixed_precision == "fp16"
         return by_deepspeed or (scaler is not None and scaler.is_enabled())

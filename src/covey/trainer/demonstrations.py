@@ -1,7 +1,7 @@
 """Demonstrations: rows of a dataset whose completions the policy learns to predict, some of them in each step.
 
-They are rollouts without a sampled token that join those of a step once its plan is made, so that packing, splits and
-processes treat them alike. Which ones a step has follows from the seed and its number.
+They are rollouts without a sampled token that join those of a step when it is planned, so that packing, splits and
+processes treat them alike. The seed and the number of a step decide which ones it has.
 """
 
 import os
@@ -103,7 +103,7 @@ def _like(batch: TrainBatch, part: Sequence[Rollout], scales: torch.Tensor) -> T
 
 
 def _without(batch: TrainBatch) -> TrainBatch:
-    """A batch of which no token is a demonstration's."""
+    """The batch with the demonstrations' term, of which it has no token."""
     device = batch.lengths.device
     return replace(
         batch,
@@ -113,7 +113,7 @@ def _without(batch: TrainBatch) -> TrainBatch:
 
 
 def _padded(index: RolloutIndex, scales: Sequence[torch.Tensor]) -> Iterator[tuple[str, Any]]:
-    """Weights that an index has in the place of its batch's, with demonstrations before them."""
+    """Weights of an index, which replace those of its batch, with the demonstrations' put before them."""
     scale = torch.cat([one.cpu() for one in scales])
     zeros = torch.zeros_like(scale)
     for name in ("weights", "entropy_weights"):

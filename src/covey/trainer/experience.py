@@ -58,7 +58,10 @@ Stats = dict[str, Stat]
 
 
 def filtered(rollout: Rollout, may_count: Callable[[Rollout], Sequence[bool]]) -> Rollout:
-    """The rollout with nobody as the writer of the tokens that may not count; ValueError for too few or many flags."""
+    """The rollout with writer 0 (nobody) for completion tokens that a `supervised_filter` leaves out.
+
+    Raises ValueError if the filter does not return one flag for each token.
+    """
     if rollout.observed is None:
         return rollout
     flags = list(may_count(rollout))
@@ -125,7 +128,7 @@ class BehaviourScorer:
         policy, old, stats, entropy = run.policy, None, list[Stats](), list[Stats]()
         correction, reported = algorithm.objective.correction, batch.engine_logprobs
         compared = correction is not None and reported is not None and training
-        # Dropout gives the loss other log-probs than the engine's are to be compared with.
+        # With dropout the loss's own log-probs are not comparable with the engine's.
         if off_policy or penalised or (compared and has_dropout(policy)):
             if run.args.routing_replay == "R2" and off_policy:
                 old, batch, entropy = self.scorer.with_routes(policy, batch, measures_entropy)
@@ -172,7 +175,7 @@ class BehaviourScorer:
             self.engine_check(batch)
 
     def _collated(self, rollouts: Sequence[Rollout], masks: bool | Sequence[bool] = False) -> TrainBatch:
-        """The rollouts as a batch; with R3 it has routes on every process. ValueError for those of another model."""
+        """The rollouts as a batch; with R3 it has routes on every process. ValueError for routes of another model."""
         batch, routing = collate(rollouts, mask_truncated=masks), routing_of(self.run.policy)
         if routing is not None and batch.routes is not None:
             wanted = routing.shape.unknown(0)
@@ -199,18 +202,18 @@ class BehaviourScorer:
 
 
 PATIENCE = 3  # rollout batches before sources' shares are compared
-DROWNED = 4.0  # factor between the shares of the weight and of the prompts from which on a warning is given
+DROWNED = 4.0  # factor between a source's shares of weight and of prompts at which a warning is given
 
 
 @dataclass
 class SourceShares:
-    """Shares of sources in the loss and in the prompts, over a few rollout batches; warns once where they are apart."""
+    """Shares of sources in the loss and in the prompts over the first rollout batches; warns once if they differ."""
 
     batches: int = 0
     weights: dict[str, float] = field(default_factory=dict)
     prompts: dict[str, int] = field(default_factory=dict)
 
-    def look(self, names: Sequence[str], weights: Sequence[float], sources: Sources | None) -> None:
+    def observe(self, names: Sequence[str], weights: Sequence[float], sources: Sources | None) -> None:
         """Count a rollout batch of completions [N] with the names of their sources and their weights in the loss."""
         self.batches += 1
         if self.batches > PATIENCE or sources is None:
@@ -248,7 +251,7 @@ class CreditAssigner:
     energies: Callable[[TrainBatch], Tensor] | None  # of all processes' tokens, where `Algorithm.token_baseline`
     num_tokens: int = field(default=0, init=False)  # prompt and completion tokens that were processed in training
     _newest: Scores | None = field(default=None, init=False)
-    _looked_at_seats: bool = field(default=False, init=False)
+    _checked_seats: bool = field(default=False, init=False)
     _shares: SourceShares = field(default_factory=SourceShares, init=False)
 
     def __post_init__(self) -> None:
@@ -273,8 +276,8 @@ class CreditAssigner:
         self._newest = everyone.scores
         energies = None if self.energies is None else self.energies(batch)
         group = algebra.group_size(mode)
-        if mode == "train" and not self._looked_at_seats:
-            self._looked_at_seats = True
+        if mode == "train" and not self._checked_seats:
+            self._checked_seats = True
             self._check_seats(everyone.scores, group)
         baselines = self._baselines(everyone.scores)
         credit = credit_by_source(self.judge_of, everyone.scores, group, everyone.kl, energies, baselines)
@@ -441,7 +444,7 @@ class CreditAssigner:
         silent = None if signal is None else ~signal.has_signal().view(-1, group).any(1)
         weights = self.weights_of_all(everyone, mode)
         if mode == "train":
-            self._shares.look(names, weights, self.run.sources)
+            self._shares.observe(names, weights, self.run.sources)
         for name, rows in everyone.scores.by_source().items():
             tokens = sum(everyone.trained[row] for row in rows.tolist())
             if silent is not None:

@@ -42,7 +42,7 @@ from covey.trainer.update_phase import UpdatePhase
 class Step(NamedTuple):
     """An optimizer step, as the dataloader yields it."""
 
-    micro_steps: list[MicroStep]  # those at which a rollout batch begins carry its prompts
+    micro_steps: list[MicroStep]  # one at which a rollout batch begins carries its prompts
     epoch: float  # epochs of the run when it ends
 
 
@@ -98,7 +98,7 @@ class TrainingLoop(Trainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """Train; `Trainer.train` calls it, and has loaded the weights of a checkpoint that are not sharded."""
+        """Train. `Trainer.train` calls this after it has loaded a checkpoint's weights, unless they are sharded."""
         training = self._begin(resume_from_checkpoint, trial, ignore_keys_for_eval)
         self._call("on_train_begin")
         if self.args.eval_on_start:
@@ -165,7 +165,10 @@ class TrainingLoop(Trainer):
         return replace(experience, batch=numbered)
 
     def optimizer_step(self, model: Any, plan: Plan, began: float) -> Update | None:
-        """Gradients of a plan and the step; None where a callback ends the epoch or the run between micro-steps."""
+        """Compute the gradients of a plan and take the step; None where a callback ends the epoch or the run before.
+
+        `began` is `time.perf_counter()` at the beginning of the step.
+        """
         found: list[dict[str, Stat]] = []
         self.current_gradient_accumulation_steps = len(plan.micro_steps)
         for number in range(len(plan.micro_steps)):
@@ -233,7 +236,10 @@ class TrainingLoop(Trainer):
         self.accelerator.backward(loss, **kwargs)
 
     def _clip(self, model: Any) -> Any:
-        """Clip the gradient; returns its norm before. A whole gradient is looked at before a NaN norm spoils it."""
+        """Clip the gradient to `max_grad_norm`, and return its norm before.
+
+        A gradient that is neither sharded nor scaled is checked first: clipping by a NaN norm would make all of it NaN.
+        """
         most, scaled = self.args.max_grad_norm, self.finite.scales_loss
         if self.run.sharding.gradients or scaled or self._has_mixed_mesh_grads(model):
             clipped = self._clip_grad_norm(model) if most > 0 else None
@@ -258,8 +264,8 @@ class TrainingLoop(Trainer):
         self.state.compute_steps(args, max_steps)  # a checkpoint's state has the save_steps and the like of its run
         if self.state.global_step >= max_steps:
             warnings.warn(
-                f"nothing is left to train: the checkpoint is of step {self.state.global_step}, and this run has"
-                f" {max_steps}. Raise max_steps or num_train_epochs to continue.",
+                f"nothing is left to train: the checkpoint is of step {self.state.global_step}, and this run"
+                f" ends at step {max_steps}. Raise max_steps or num_train_epochs to continue.",
                 stacklevel=2,
             )
             first = epochs
@@ -289,7 +295,7 @@ class TrainingLoop(Trainer):
             self._load_rng_state(training.checkpoint)
         if taken:
             loader = skip_first_batches(loader, taken)
-        skipping = getattr(loader, "batch_sampler", None)  # whose own is the loader's
+        skipping = getattr(loader, "batch_sampler", None)  # of `skip_first_batches`, around the loader's own
         for part in (loader, getattr(skipping, "batch_sampler", None)):
             getattr(part, "set_epoch", lambda epoch: None)(epoch)
         batches = iter(loader)
@@ -319,7 +325,7 @@ class TrainingLoop(Trainer):
 
     def _count(self, loss: Tensor, micro_step: PlannedMicroStep) -> None:
         """Add the loss of a micro-step to the logging window's."""
-        if self.args.logging_nan_inf_filter and not bool(loss.isfinite()):  # the average of those before in its place
+        if self.args.logging_nan_inf_filter and not bool(loss.isfinite()):  # add the window's average instead
             self._tr_loss += self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
         else:
             self._tr_loss += loss

@@ -78,7 +78,7 @@ def choose_tokens(
     assert batch.advantages is not None, "credit comes before the loss"
     with torch.no_grad():
         logprobs = scorer.logprobs(run.policy, batch)
-    prompts, keys = batch.prompts(), []  # of a rollout's own, so that they do not depend on its process
+    prompts, keys = batch.prompts(), []  # random keys by rollout, so that they do not depend on its process
     for prompt, completion in zip(batch.groups.tolist(), batch.completions(), strict=True):
         seed = hash((args.seed, run.step, *prompts[prompt].tolist(), -1, *completion.tolist()))
         keys.append(torch.rand(len(completion), generator=torch.Generator().manual_seed(seed)))
@@ -100,7 +100,11 @@ class ExpertBalance:
     """
 
     def __init__(self, args: OnlineConfig, policy: Any):
-        """With the config's weight, else the model's own; its own computation, which knows no packed rows, is off."""
+        """With the config's weight, else the model's own.
+
+        The model's own computation of the loss is switched off, as it cannot read packed rows. Raises ValueError for a
+        weight of a model without such a loss.
+        """
         config = policy.config.get_text_config()
         own, wanted = getattr(config, "router_aux_loss_coef", None), args.router_aux_loss_coef
         top_k = experts_per_token(policy)
@@ -125,7 +129,7 @@ class ExpertBalance:
 
     @contextmanager
     def config_as_loaded(self, policy: Any) -> Any:
-        """Within, the model's config asks for its loss as it did when it was loaded: for saving it."""
+        """Restore the model's own setting of the loss in this context, so that it is saved as it was loaded."""
         config = policy.config.get_text_config()
         if self._asks:
             config.output_router_logits = True

@@ -73,7 +73,7 @@ class MicroBatchRunner:
 
     def run(self, part: TrainBatch, backward: Callable[[TrainBatch], Tensor]) -> Tensor:
         """Run one planned micro-batch, in smaller ones where memory runs out; the sum of the losses."""
-        cut = self._cut(part)  # the limit may have sunk since it was planned
+        cut = self._cut(part)  # the limit may have been lowered since it was planned
         if len(cut) == 1:
             return self._attempt(part, backward)
         pieces = _with_skipped(part, [part.select(rows) for rows in cut])
@@ -90,7 +90,7 @@ class MicroBatchRunner:
         values: tuple[Tensor, ...] = ()
         todo = self.planned(batch, rows)[::-1]
         of_idle = [score(idle) for idle in self.idle(batch, len(todo))]
-        if not todo:  # no token, and no more than the shapes to find out
+        if not todo:  # nothing to score: idle micro-batches give the shapes
             return tuple(_values_like(part, batch) for part in (of_idle or [score(batch.idle())])[0])
         while todo:
             chosen = todo.pop()
@@ -140,7 +140,7 @@ class MicroBatchRunner:
         torch.set_rng_state(random_state[0])
         if random_state[1] is not None:
             torch.cuda.set_rng_state(random_state[1])
-        # A backward pass adds once to each gradient, when what it adds is whole: such parameters have their share.
+        # A backward pass adds to each gradient once, all of its share: parameters that changed have theirs.
         with _set_aside([parameter for parameter, state in before if _grad_state(parameter) != state]):
             return self.run(part, backward)
 
@@ -162,7 +162,7 @@ class MicroBatchRunner:
         return pack_micro_batches(part, self.limit, layout)
 
     def _check_survivable(self, error: Exception, part: TrainBatch) -> None:
-        """Raise the error again if it is another one, or if there is nothing left to cut."""
+        """Raise the error again unless memory ran out and the micro-batch can be cut into smaller ones."""
         if not is_out_of_memory(error):
             raise error
         tokens = int(part.prompt_lengths.sum() + part.lengths.sum())
@@ -175,7 +175,7 @@ class MicroBatchRunner:
         if len(part) <= 1:
             raise torch.OutOfMemoryError(
                 f"memory does not suffice for a single rollout of {tokens} tokens, prompt included. Set"
-                " gradient_checkpointing=True, a smaller max_completion_length, or use_peft/a smaller model."
+                " gradient_checkpointing=True, a smaller max_completion_length, or train an adapter or a smaller model."
             ) from error
 
     def _shrink(self, part: TrainBatch, kept: int = 0) -> None:
@@ -238,14 +238,14 @@ def _memory_plan(run: Run) -> MemoryEstimate | None:
 
 
 def _grad_state(parameter: nn.Parameter) -> tuple[int, int]:
-    """Changes whenever something is added to the gradient."""
+    """A value that changes whenever something is added to the gradient."""
     grad = parameter.grad
     return (0, 0) if grad is None else (id(grad), grad._version)
 
 
 @contextmanager
 def _set_aside(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Discard gradients that are added to these parameters within: they have their share already."""
+    """Discard gradients that are added to these parameters in this context, as they have their share already."""
 
     def discard(parameter: Tensor) -> None:  # as soon as it is written, so that at most one takes memory in addition
         parameter.grad = None
@@ -270,7 +270,7 @@ class PartOfStep:
     own: OwnRollouts  # this process's rollouts of the rollout batch
     index: RolloutIndex  # the rollouts of all processes that the step trains on
     micro_batches: int  # nominal micro-batches
-    tokens: float  # its trained tokens, as a share of the rollout batch's: equal for every micro-batch
+    tokens: float  # the rollout batch's trained tokens, times the share of its micro-batches in the step
     terms: dict[str, TermCounts] = field(default_factory=dict)  # the same of each term of the loss
     source_tokens: list[float] = field(default_factory=list)  # the same by the index of a source
 
@@ -315,7 +315,7 @@ class BufferedRollouts:
 
 @dataclass
 class RolloutBuffer:
-    """Rollout batches that optimizer steps train on next; what is left of them after a step is in checkpoints."""
+    """Rollout batches that optimizer steps train on next; checkpoints hold the one that is not used up after a step."""
 
     batches: list[BufferedRollouts] = field(default_factory=list)  # with nominal micro-batches left, the oldest first
 
@@ -346,7 +346,7 @@ class RolloutBuffer:
         return parts
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the rollout batch of which something is left after a step, with its rollouts."""
+        """The rollout batch that is not used up, and how many of its micro-batches were taken."""
         if not self.batches:
             return {"batch": None, "rank": None, "index": None, "parts": [], "passes": 0, "taken": 0}
         assert len(self.batches) == 1, "an optimizer step begins no rollout batch before it has trained on the last one"
@@ -382,5 +382,6 @@ def spread(micro_batches: list[TrainBatch], micro_steps: int) -> list[list[Train
 
 
 def micro_batch_tokens(tokens: Tensor, rows: int) -> Tensor:
-    """From the trained tokens of this process's rollouts [B], those of each one's nominal micro-batch of `rows`."""
+    """Trained tokens [B] of the nominal micro-batch (`rows` rollouts) of each rollout, from those of each rollout
+    [B]."""
     return torch.cat([part.sum().expand(len(part)) for part in tokens.split(rows)])

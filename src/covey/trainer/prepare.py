@@ -45,7 +45,7 @@ class Arguments:
 
     @property
     def prompts_required(self) -> bool:
-        """No environment gives them."""
+        """True if rows need a prompt, as no environment gives one."""
         return self.environment_factory is None
 
 
@@ -130,7 +130,7 @@ def build_parts(
     `trainer` is for rollout functions that ask for one.
     """
     tokenizer, vision = tokenizer_of(processing_class), build.build_vision(processing_class, model)
-    check_routes(given.args, run.policy, vision is not None)  # an engine is slow
+    check_routes(given.args, run.policy, vision is not None)  # before the engine, which is slow to start
     collector = build.build_collector(
         run,
         model,

@@ -37,7 +37,7 @@ NOT_OF_TRAINING = re.compile(
 NOT_OF_AN_ADAPTER = frozenset(
     {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"}
 )
-# Settings that select what an adapter trains: whether that is the same, the names of trained weights say.
+# Settings that select which weights an adapter trains; the names of trained weights are compared instead.
 SELECTING = frozenset(
     {"bias", "ensure_weight_tying", "exclude_modules", "layers_pattern", "layers_to_transform", "lora_bias"}
     | {"modules_to_save", "target_modules", "use_dora"}
@@ -73,7 +73,7 @@ def _shown(value: Any) -> str:
 
 
 def changes_since(saved: Described, current: Described, adapter: Changed) -> list[str]:
-    """Sentences on what has changed and which of it takes effect; nothing of what either did not describe."""
+    """Sentences on what has changed and whether it takes effect, as far as both runs were described."""
     was, now = (
         run.get("settings", {})
         | {f"peft_config.{key}": texts[which] for key, texts in adapter.items() if key not in SELECTING}
@@ -97,8 +97,8 @@ def changes_since(saved: Described, current: Described, adapter: Changed) -> lis
         )
     was, now = saved.get("dataset", {}), current.get("dataset", {})
     if was and now and was != now:
-        size = f"{was['rows']} rows, now {now['rows']}" if was["rows"] != now["rows"] else "as many rows, others"
-        sentences.append(f"Takes effect: another dataset ({size}); the run continues at its place, counted in rows.")
+        size = f"{was['rows']} rows, now {now['rows']}" if was["rows"] != now["rows"] else "as many rows, other content"
+        sentences.append(f"Takes effect: another dataset ({size}); the run continues at the same row.")
     was = saved.get("rewards", now := current.get("rewards", {}))
     if names := sorted(name for name in was | now if was.get(name) != now.get(name)):
         sentences.append(f"Takes effect: other reward functions ({', '.join(names)}).")
@@ -144,12 +144,12 @@ def adapter_changes(checkpoint: str, policy: Any) -> Changed:
 
 
 def check_adapter(checkpoint: str, changed: Changed) -> None:
-    """Refuse (ValueError) settings with which the adapter's weights mean something else, or do not fit."""
+    """Raise ValueError for settings with which the adapter's weights mean something else, or do not fit."""
     refused = [key for key in changed if key not in SELECTING and "dropout" not in key and not key.startswith("init")]
     if refused:
         raise ValueError(
             f"the adapter in {checkpoint!r} was trained with other settings: {_listed(changed, refused)}. Its weights"
-            " go with those: resume with the `peft_config` that the run began with, or begin a new run."
+            " need those: resume with the `peft_config` that the run began with, or begin a new run."
         )
 
 
@@ -158,7 +158,7 @@ def _listed(changed: Changed, keys: Iterable[str]) -> str:
 
 
 def check_kind(checkpoint: str, adapter: bool) -> None:
-    """An adapter continues from an adapter, a whole model from a whole one."""
+    """Raise ValueError if a checkpoint holds an adapter and the run trains a whole model, or the other way round."""
     wanted, other = ("adapter_model*", "model*.safetensors*") if adapter else ("model*.safetensors*", "adapter_model*")
     held = sorted(path.name for path in Path(checkpoint).rglob(other))
     if held and not any(Path(checkpoint).rglob(wanted)):
@@ -170,7 +170,7 @@ def check_kind(checkpoint: str, adapter: bool) -> None:
 
 
 def check_same_sizes(checkpoint: str, saved: dict[str, int], current: dict[str, int]) -> None:
-    """Refuse (ValueError) other batch sizes; a size that is younger than the checkpoint had its default."""
+    """Raise ValueError for other batch sizes; a size that the checkpoint does not know had its default then."""
     defaults: dict[str, Any] = {one.name: one.default for one in dataclasses.fields(BatchAlgebra)}
     saved = {**{name: defaults[name] for name in current if name in defaults}, **saved}
     changed = [f"{name}={saved.get(name)} (now {value})" for name, value in current.items() if saved.get(name) != value]
@@ -188,13 +188,13 @@ def check_same_sharding(checkpoint: str, saved: str | None, current: str) -> Non
     was, now = (name or "whole weights in each process" for name in (saved, current))
     raise ValueError(
         f"{checkpoint!r} was saved under {was}, and this run has {now}, which keeps its optimizer in another form."
-        f" Launch as the run was launched that saved it, or begin a new run from its weights with model={checkpoint!r}."
+        f" Launch this run as that one was launched, or begin a new run from its weights with model={checkpoint!r}."
     )
 
 
 def check_same_optimizer(checkpoint: str, saved: dict[str, str], current: dict[str, str]) -> None:
     names = [path.name for path in Path(checkpoint).iterdir()]
-    if not any(name.startswith(("optimizer", "global_step")) for name in names):  # a clone with a fresh one
+    if not any(name.startswith(("optimizer", "global_step")) for name in names):  # no state: the optimizer starts fresh
         return
     for key in ("optim", "lr_scheduler_type"):
         was, now = saved.get(key, current.get(key, "")), current.get(key, "")
@@ -207,7 +207,7 @@ def check_same_optimizer(checkpoint: str, saved: dict[str, str], current: dict[s
 
 
 def follow_schedule(scheduler: Any) -> None:
-    """Set the learning rates of this run's schedule, which may be longer than the checkpoint's: its last one is 0."""
+    """Set the learning rates of this run's schedule, which may be longer than the checkpoint's, whose last is 0."""
     if not isinstance(scheduler, LambdaLR):
         return
     factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
@@ -218,19 +218,19 @@ def follow_schedule(scheduler: Any) -> None:
 
 
 def check_same_trained(checkpoint: str, saved: Sequence[str] | None, current: Sequence[str], changed: Changed) -> None:
-    """Loading takes no notice of a layer or an adapter's matrix that only one of two models has."""
+    """Raise ValueError if the names of trained weights differ, as loading ignores a weight that one model lacks."""
     if saved is None or saved == current:  # none in earlier checkpoints
         return
     others = sorted({*saved} ^ {*current})
     settings = f" The adapter's settings were {_listed(changed, changed)}." if changed else ""
     raise ValueError(
-        f"the weights in {checkpoint!r} do not fit this model: they are of another one. {len(others)} that are trained"
-        f" are in one of the two alone, such as {others[0]}.{settings} Resume with the model that the run began with."
+        f"the weights in {checkpoint!r} belong to a different model: {len(others)} trained weights are in only one of"
+        f" the two, such as {others[0]}.{settings} Resume with the model that the run began with."
     )
 
 
 def check_same_frozen(checkpoint: str, saved: Sample | None, current: Sample, adapter: bool) -> None:
-    """Refuse (ValueError) another base than the adapter was trained on, or another reference for the KL penalty."""
+    """Raise ValueError for another base than the adapter was trained on, or another reference of the KL penalty."""
     if not saved or not current:  # none in earlier checkpoints, and nothing is frozen without an adapter or reference
         return
     names = sorted(saved.keys() | current.keys())

@@ -46,7 +46,7 @@ class RolloutPhase:
     chooser: PromptChooser | None  # selects prompts by their rewards
     dataset: Any  # of training
     replay: Replay | None = None  # training's rollouts, from an earlier run's record; evaluations are sampled
-    wants_routes: Callable[[], bool] = lambda: False  # training's next rollouts are to come with their experts
+    wants_routes: Callable[[], bool] = lambda: False  # True if training's next rollouts need their experts
 
     def __post_init__(self) -> None:
         self.failures = reports.FailureMonitor(self.run.collectives.named("count failed rollouts"))
@@ -56,7 +56,7 @@ class RolloutPhase:
 
     @property
     def chooses_prompts(self) -> bool:
-        """The dataloader only marks where rollout batches begin; prompts are drawn here."""
+        """True if this phase draws the prompts; the dataloader then only marks where rollout batches begin."""
         return self.run.args.max_staleness > 0 or (self.chooser is not None and self.chooser.draws)
 
     def next(self, step: MicroStep, mode: Mode) -> RolloutBatch:
@@ -141,7 +141,7 @@ class RolloutPhase:
 
     @contextmanager
     def _located(self, key: RolloutKey) -> Iterator[None]:
-        """Add step and rollout batch to errors: those of servers and rewards know neither."""
+        """Add step and rollout batch to errors, which servers and rewards do not know."""
         try:
             yield
         except Exception as error:
@@ -155,7 +155,10 @@ class RolloutPhase:
 
     @torch.no_grad()
     def launch(self, begins: int | None) -> list[Stats]:
-        """Launch the rollout batches that may be sampled with the weights of the step that begins. Collective.
+        """Launch the rollout batches that may be sampled with the weights of this step. Collective.
+
+        Args:
+            begins: number of the rollout batch that the step begins with; None if it begins none.
 
         Returns:
             Metrics of sending weights.
@@ -213,7 +216,7 @@ class RolloutPhase:
         call_all(self.rewards.close, *([] if spec is None else [spec.close]))
 
     def send_weights(self, mode: Mode) -> Stats:
-        """Send the current weights before sampling; what is in flight continues with its own. Metrics; collective."""
+        """Send the current weights before sampling; rollouts in flight keep theirs. Returns metrics. Collective."""
         for opponents in self.collector.opponents if mode == "train" else ():
             opponents.keep(self.run.step)
         if self.async_rollouts is None:

@@ -147,7 +147,7 @@ def credit_stats(scores: Scores, credit: Credit, baselines_N: Tensor | None) -> 
 
 
 def games_of(samples: Sequence[PromptSample], rollouts: Sequence[Rollout]) -> list[list[int]]:
-    """The rollouts of each game, by their numbers; those without a role are of none."""
+    """Numbers of the rollouts of each game; a rollout without a role belongs to none."""
     games: dict[tuple[int, int], list[int]] = {}
     for number, (group, rollout) in enumerate(zip(group_numbers(samples), rollouts, strict=True)):
         if rollout.role:
@@ -156,7 +156,7 @@ def games_of(samples: Sequence[PromptSample], rollouts: Sequence[Rollout]) -> li
 
 
 def without_failed_games(samples: Sequence[PromptSample], rollouts: Sequence[Rollout], rewards_NF: Tensor) -> Tensor:
-    """The rewards, and none for the seats of a game in which a seat has failed: what they got is not their own."""
+    """The rewards, NaN for all seats of a game in which one failed: what the others got is not their own."""
     failed = [rollout.finish is FinishReason.ERROR for rollout in rollouts]
     lost = [number for seats in games_of(samples, rollouts) if any(failed[one] for one in seats) for number in seats]
     if not lost:
@@ -167,7 +167,7 @@ def without_failed_games(samples: Sequence[PromptSample], rollouts: Sequence[Rol
 
 
 def opponent_stats(rollouts: Sequence[Rollout], rewards_NF: Tensor, weights_F: Tensor) -> dict[str, Stat]:
-    """Mean reward against each earlier policy, by the optimizer steps that it is old."""
+    """Mean reward against each earlier policy, by its age in optimizer steps."""
     ages = [str(rollout.extras.get("opponent_age", "")) for rollout in rollouts]
     totals = weighted_total(rewards_NF.double(), weights_F.double()).tolist()
     return stats_by_label("opponents", ages, {"reward": totals}, {})
@@ -187,7 +187,7 @@ def game_stats(samples: Sequence[PromptSample], rollouts: Sequence[Rollout]) -> 
 
 
 def staleness(rollout: Rollout, version: int) -> list[int]:
-    """Of every sampled token: how many optimizer steps its weights are older than `version`; empty if unknown."""
+    """Optimizer steps from the weights that sampled each sampled token to `version`; empty if unknown."""
     if rollout.versions is None:
         return []
     pairs = zip(rollout.versions, rollout.sampled, strict=True)

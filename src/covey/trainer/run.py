@@ -22,7 +22,7 @@ from covey.trainer.distributed.sharding import Sharding, sharding_of
 
 
 class Method:
-    """The algorithm of a run; a script may change numbers of its loss while the run trains."""
+    """The algorithm of a run; a script may change settings of its loss during training."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Method:
         return self._compared.get(source, self.algorithm)
 
     def correct(self, corrected: Callable[[Algorithm], Algorithm]) -> None:
-        """Use the algorithm with a correction of the engine's mismatch, or without, as `corrected` gives it."""
+        """Replace the algorithm by `corrected(algorithm)`, with or without a correction of the engine's mismatch."""
         self.algorithm = corrected(self.algorithm)
 
     def config(self) -> OnlineConfig:
@@ -49,7 +49,7 @@ class Method:
         return self._with(self._args, self.changed)
 
     def change(self, field: str, value: Any) -> None:
-        """Set a field of the config, for this step and those that follow; ValueError if it does not suit the others."""
+        """Set a field of the config from this step on; CheckError (a ValueError) for a value that the field refuses."""
         changed = {**self.changed, field: value}
         config = self._with(self._args, changed)
         report(check_fields(config))
@@ -68,7 +68,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Run:
-    """Typed parts of a run that stay the same from its first step to its last, and services of the process."""
+    """Parts of a run that stay the same from the first step to the last, and services of this process."""
 
     args: OnlineConfig
     algebra: BatchAlgebra  # batch sizes

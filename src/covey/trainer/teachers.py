@@ -1,4 +1,4 @@
-"""Teachers: models that score the tokens which the policy has sampled, each row's by its own teacher and prompt.
+"""Teachers: models that score the tokens which the policy has sampled; each row may have its own teacher and prompt.
 
 A teacher is a model of its own, the policy at an earlier time, or the policy itself with another prompt. It reads a
 prompt, the row's or its own, and then the rollout's completion, by the same forward pass as every other policy. A
@@ -62,9 +62,9 @@ class Teacher:
     vocabulary: int | None = None  # tokens that it has logits for; None: as many as the policy
     model: Any = None  # a model of its own; None: the policy's, with an adapter or without
     reference: Reference | None = None  # its weights where they are in checkpoints
-    follows: bool = False  # the policy, from time to time
+    follows: bool = False  # it moves towards the policy every few optimizer steps
     head_moves: bool = False  # the weights of its head change while the policy is trained
-    server: ServerScorer | None = None  # which scores in its place
+    server: ServerScorer | None = None  # that scores instead of a model here
 
 
 class TeacherPrompt(NamedTuple):
@@ -89,14 +89,14 @@ class TeacherScorer:
     scorer: BatchScorer
     teachers: dict[str, Teacher]
     codec: PromptCodec
-    prompt_of: PromptMaker | None  # the prompt that the teacher reads instead, None without one; None: the rollout's
+    prompt_of: PromptMaker | None  # makes the teacher's own prompt; None: it reads the rollout's
     reads_solutions: bool
     reward_weights: Tensor  # [F]
     column: str  # with the name of a row's teacher, where there are several
     success_reward: float  # smallest total reward of an answer that is shown to the teacher of others
     alpha: float  # share of the policy that a follower takes in
-    # Tokens at each position that the teacher and the policy name. A server names those of both, and the sampled token
-    # stands in for the policy's.
+    # Counts of tokens at each position that the teacher and the policy name. A server names as many as both together,
+    # and the sampled token is added where the policy's are asked for.
     names: tuple[int, int] = (0, 0)
     beta: float | None = None  # of a divergence over the whole vocabulary, which the loss computes; None without one
     _patience: int = field(default=BATCHES_WITHOUT, init=False)  # 0 once some rollout of training had a teacher
@@ -146,7 +146,8 @@ class TeacherScorer:
     def heads(self) -> Teachers | None:
         """The teachers' heads as they are, where the loss compares the whole vocabulary. Collective.
 
-        One that moves is as it was when it scored: there is one optimizer step for each rollout batch then.
+        One that moves has not moved since it scored, as a rollout batch has a single optimizer step then
+        (`check_heads`).
         """
         if self.beta is None:
             return None
@@ -206,7 +207,7 @@ class TeacherScorer:
         return replace(batch, named_ids=ids), torch.full((batch.num_tokens, width), -torch.inf, device=device)
 
     def _teacher_of(self, rollouts: RolloutBatch) -> list[str | None]:
-        """Name of each rollout's teacher, or None; CheckError for one that there is not."""
+        """Name of each rollout's teacher, or None; CheckError for an unknown name."""
         if "" in self.teachers:
             return [""] * len(rollouts.rollouts)
         names = []
@@ -297,9 +298,10 @@ class TeacherScorer:
         return found
 
     def _check(self, rollouts: int, broken: int, mode: Mode) -> None:
-        """Error where no rollout has a teacher in the first rollout batches; one warning of numbers that are none.
+        """CheckError if no rollout of the first rollout batches has a teacher; one warning of log-probs that are not
+        finite.
 
-        A warning where the answers that a teacher would be shown may come later. Collective.
+        Only a warning where teachers are shown answers of the group, which may come later. Collective.
         """
         if mode == "train" and self._patience:
             with_one = sum(self.run.collectives.gather(rollouts, "count the rollouts with a teacher"))
@@ -315,7 +317,7 @@ class TeacherScorer:
             self._warned = True
             warn(
                 f"the teacher's log-prob of {broken} sampled tokens is infinite or NaN, so they are left out of its"
-                " term: a mask of its own, or weights that overflow. teacher/not_finite counts them."
+                " term. Likely, the teacher masks these tokens, or it overflows. teacher/not_finite counts them."
             )
 
     def _why_none(self) -> str:
@@ -324,7 +326,7 @@ class TeacherScorer:
             return f"every row lacks a prompt in the column {args.teacher_prompt!r}, or it is too long."
         if args.teacher_prompt_template:
             return "every rollout lacks a field of teacher_prompt_template, or its prompt is too long."
-        return f"no row names one in the column {self.column!r}, or they are too long for it."
+        return f"no row names a teacher in the column {self.column!r}, or all rollouts are too long for theirs."
 
     @property
     def follows(self) -> bool:
@@ -462,7 +464,7 @@ def template_prompt(template: str, facts: TeacherPrompt) -> Prompt | None:
 
 
 def fields_of(template: str) -> set[str]:
-    """Names in the braces of a template; ValueError for braces that are none."""
+    """Names in the braces of a template; ValueError for braces that do not match."""
     return {name for _, name, _, _ in Formatter().parse(template) if name is not None}
 
 
@@ -626,7 +628,7 @@ def check_heads(scorer: TeacherScorer, model: Any, on_policy: bool) -> Iterator[
 
 
 def source_of(model: Any) -> str:
-    """Folder or hub id that a model is from, as far as it says."""
+    """Folder or hub id that a model was loaded from, by its config; "" if that has none."""
     return str(getattr(model.config, "_name_or_path", "") or "")
 
 

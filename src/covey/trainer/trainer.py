@@ -75,9 +75,9 @@ class OnlineTrainer(TrainingLoop):
         reward_funcs: one or a list of functions, model ids or paths, or sequence classifiers (`covey.rewards`).
         args: the config; defaults if None.
         train_dataset: rows with a `prompt` column (text or messages); other columns go to the reward functions. Those
-            called `image` and `images` are shown to vision-language models. A dictionary of such by name: sources,
-            each with a share of the prompts.
-        eval_dataset: the same, or an `EvalSuite` with sampling of its own, or a dictionary of such by name.
+            called `image` and `images` are shown to vision-language models. Or a dictionary of datasets by name:
+            sources, each of which has a share of the prompts.
+        eval_dataset: rows as above, an `EvalSuite` with sampling settings of its own, or a dictionary of these by name.
         processing_class: the tokenizer, or the processor of a vision-language model; loaded with the model if None.
         reward_processing_classes: tokenizers of reward models, aligned with `reward_funcs`.
         callbacks: `transformers.TrainerCallback`s.
@@ -85,24 +85,25 @@ class OnlineTrainer(TrainingLoop):
         quantization_config: loads the policy in fewer bits; needs `peft_config`.
         peft_config: trains an adapter instead of the whole model.
         tools: functions that the policy may call; their type hints and docstrings describe them to it.
-        rollout_func: plays rollouts in the place of the built-in loop: `async (row, engine) -> Rollout` for one, or
+        rollout_func: plays rollouts instead of the built-in loop: `async (row, engine) -> Rollout` for one, or
             `(prompts, trainer) -> dict` for a whole rollout batch (`covey.rollout.user_functions`).
         environment_factory: makes the environments that rollouts act in, one for each: a class or a function without
             arguments, an adapter (`covey.rollout.environments`), or several by name, `{name: factory}`, each for the
             rows with its name in the column `environment`.
-        agent: a program that plays rollouts: a command, `async (row, base_url, api_key) -> reward` or an
-            `covey.rollout.agents.AgentProgram`. What it asks of the URL is sampled from the policy.
-        engine: samples in the place of the one that the config names (`covey.core.engine.RolloutEngine`).
-        optimizer_cls_and_kwargs: class of the optimizer and its arguments, in the place of `args.optim`.
+        agent: a program that plays rollouts: a command, `async (row, base_url, api_key) -> reward` or a
+            `covey.rollout.agents.AgentProgram`. The policy answers its requests to the URL.
+        engine: samples instead of the engine that the config names (`covey.core.engine.RolloutEngine`).
+        optimizer_cls_and_kwargs: class of the optimizer and its arguments, instead of `args.optim`.
         seats: opponents that rollout functions and programs play with, by name, which are not trained: "frozen" (the
             policy as it is now), "policy:n" (as it was n optimizer steps ago), a `covey.rollout.seats.Seat` with a URL,
             or a function of messages.
-        eval_seats: in evaluations, in the place of those of the same name.
-        sources: settings of sources by name, those of `covey.data.sources.SourceSettings`.
-        model_init: makes the model, in the place of `model`; `hyperparameter_search` makes one for each trial with it.
+        eval_seats: seats in evaluations; each replaces the one of the same name.
+        sources: settings of sources by name: fields of `covey.data.sources.SourceSettings`.
+        model_init: function that makes the model, instead of `model`; `hyperparameter_search` calls it for each trial.
 
     Raises:
-        ValueError: arguments that cannot work, each with what to do about it.
+        TypeError: an unknown argument, or neither `model` nor `model_init`.
+        ValueError: arguments that cannot work; the message says what to do about it.
     """
 
     config_class: ClassVar[type[OnlineConfig]]
@@ -289,7 +290,7 @@ class OnlineTrainer(TrainingLoop):
         )
 
     def _expect(self, traits: EngineTraits, sampling: SamplingParams) -> None:
-        """Correct and check samples of an engine with other traits than it was made with."""
+        """Correct and check the engine's samples by `traits`, other ones than it had when the trainer was made."""
         self.run.method.correct(lambda algorithm: corrected(algorithm, self.args, traits, sampling))
         self.behaviour.engine_check.expect(traits)
 
@@ -308,7 +309,9 @@ class OnlineTrainer(TrainingLoop):
         """
         play = self.collector.spec and self.collector.spec.play
         if not isinstance(play, BatchFunction):
-            raise ValueError("`generate_completions` is there for a `rollout_func(prompts, trainer)`; there is none.")
+            raise ValueError(
+                "`generate_completions` is for a `rollout_func(prompts, trainer)`, and there is none. Use `generate`."
+            )
         return play.generate_completions(prompts, **changes)
 
     @interruptible
@@ -344,13 +347,16 @@ class OnlineTrainer(TrainingLoop):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """Train, from the start or from a checkpoint; nothing is left over from an earlier, interrupted call.
+        """Train, from the start or from a checkpoint, also after an interrupted call.
 
         Args:
             resume_from_checkpoint: a checkpoint's folder, True for the last one in `output_dir`, or "auto" for the
-                last one that is whole, if there is any; None: what the config says.
+                last one that is whole, if there is any; None: `args.resume_from_checkpoint`.
             trial: of a hyperparameter search.
             ignore_keys_for_eval: without effect, as evaluation returns no model outputs.
+
+        Returns:
+            A `transformers.trainer_utils.TrainOutput`: the last step, the mean loss, and metrics of speed.
 
         Raises:
             ValueError: there is no such checkpoint, it is damaged or of a run with another model or other batch sizes;
@@ -408,7 +414,7 @@ class OnlineTrainer(TrainingLoop):
         )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the window's metrics to what Hugging Face logs, and write down its completions."""
+        """Add the window's metrics to what Hugging Face logs, and write its completions."""
         if "loss" in logs:
             for kind, times in (("phase", self.run.phases.drain()), ("overlap", self.timeline.drain())):
                 self.metrics.add({f"{kind}/{name}": Max(seconds) for name, seconds in times.items()}, "train")
@@ -452,7 +458,7 @@ class OnlineTrainer(TrainingLoop):
         return Metrics(metrics)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Sample and score a dataset that is given; there are metrics and no predictions."""
+        """Sample and score the given dataset; returns metrics and no predictions."""
         output = interruptible(super().predict)(*args, **kwargs)
         self.evaluation.send_completions()
         return output
@@ -500,7 +506,10 @@ class OnlineTrainer(TrainingLoop):
             self._push_from_checkpoint(final)
 
     def _save_finished(self, finished: Finished, trial: Any) -> None:
-        """Save a checkpoint of the last finished step: the weights are as they were, and nothing else is."""
+        """Save a checkpoint of the last finished step during an unfinished one.
+
+        The weights have not changed since; random state and the state of the method are put back first.
+        """
         set_random_state(finished.random)
         with self.checkpoints.as_of(finished.method):
             self._save_checkpoint(self.model, trial)

@@ -40,7 +40,7 @@ EVENTS = {name.removeprefix("on_").replace("_", ""): name for name in dir(Traine
 OF_THE_TRAINER = frozenset(
     {"prompt", "completion", "completion_ids", "image", "images", "tools", "chat_template_kwargs", "environment"}
 )
-"""Columns that prompts and episodes consist of, or that the run's own replace."""
+"""Columns that the trainer itself reads or replaces."""
 
 
 def check_unread(trainer: Any) -> Iterator[Finding]:
@@ -98,8 +98,8 @@ def check_prompt_settings(trainer: Any, prompts: Sequence[Any]) -> Iterator[Find
             if isinstance(text, str) and text and prompts and not any(text in str(_texts(one)) for one in prompts):
                 yield Finding.warning(
                     "prompt-instructions",
-                    f"`{name}` of {type(one).__name__} is in no prompt: rows that are given have prompts of their own.",
-                    "Make them by its `dataset(...)`, or put the text into their prompts.",
+                    f"no prompt has `{name}` of {type(one).__name__} in it: the given rows have prompts of their own.",
+                    "Make the rows with its `dataset(...)`, or put the text into their prompts.",
                 )
 
 
@@ -154,7 +154,7 @@ def _optimizer_settings(args: OnlineConfig, policy: Any) -> str:
 def check_callbacks(callbacks: Iterable[Any]) -> Iterator[Finding]:
     """Warnings of methods that look like events of training and are none, so that nothing calls them.
 
-    Such are `on_step_ended`, unless its class names it elsewhere, and the words of an event in another form: `stepEnd`.
+    Examples are `on_step_ended`, unless its class calls it, and `stepEnd`, an event's name in another form.
     """
     for callback in callbacks:
         kind = callback if isinstance(callback, type) else type(callback)

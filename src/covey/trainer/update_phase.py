@@ -56,7 +56,7 @@ class UpdatePhase:
     # (model, micro-batch, plan, number of the micro-batch in the step) -> loss and metrics: `loss`, or an override
     compute_loss: Callable[[Any, TrainBatch, Plan, int], tuple[Tensor, Stats]]
     backward: Callable[[Tensor], None]  # adds the gradients of a loss to the parameters'
-    demonstrations: Demonstrations | None = None  # that steps learn from besides
+    demonstrations: Demonstrations | None = None  # that steps learn from in addition to rollouts
     teachers: Callable[[], Teachers | None] | None = None  # heads that the loss reads; collective
     updates: UpdateLog | None = None  # of the run's record, where it keeps tokens
     buffer: RolloutBuffer = field(default_factory=RolloutBuffer, init=False)
@@ -76,7 +76,7 @@ class UpdatePhase:
 
         Args:
             micro_steps: nominal micro-batches of the step.
-            began: rollout batches that are in the buffer since the last plan; their entropies are logged.
+            began: rollout batches added to the buffer since the last plan; their entropies are logged.
         """
         run, args, algorithm = self.run, self.run.args, self.run.algorithm
         parts = self.buffer.take(micro_steps)
@@ -157,7 +157,8 @@ class UpdatePhase:
         }
 
     def _whole_step(self, parts: list[PartOfStep]) -> tuple[OwnRollouts, RolloutIndex]:
-        """The rollouts of an optimizer step; those of several rollout batches get weights from the counts of all."""
+        """The rollouts of an optimizer step. Weights of one that spans several rollout batches are by their joint
+        counts."""
         if len(parts) == 1:
             return parts[0].own, parts[0].index
         args, algorithm = self.run.args, self.run.algorithm
@@ -198,7 +199,7 @@ class UpdatePhase:
 
     @property
     def _needs_every_rollout(self) -> bool:
-        """Rollouts without advantage have a gradient of their own."""
+        """True if rollouts whose advantages are all 0 have a gradient, too."""
         by_entropy = self.entropy is not None or self.run.args.top_entropy_quantile < 1.0
         return self.run.algorithm.objective.needs_every_rollout or by_entropy or self.balance is not None
 
@@ -241,7 +242,7 @@ class UpdatePhase:
         return loss * scale, stats
 
     def gradients(self, model: Any, micro_step: PlannedMicroStep) -> tuple[Tensor, list[Stats]]:
-        """Add up the gradients of a micro-step's micro-batches; the last micro-step's over processes. Collective.
+        """Add up the gradients of a micro-step's micro-batches; at the last one, average over processes. Collective.
 
         Returns:
             Their loss, and the metrics of each.
@@ -269,7 +270,7 @@ class UpdatePhase:
         return loss, found
 
     def step_stats(self, plan: Plan, found: list[Stats], seconds: float) -> list[Stats]:
-        """The metrics of a step, from the plan's and its micro-batches'; the entropy bonus follows them. Collective."""
+        """The metrics of a step, from its plan and its micro-batches; adapts the entropy bonus. Collective."""
         stats: Stats = {"step_time": Mean(seconds, 1.0)}
         if self.balance is not None:
             stats["aux_loss"] = Mean(0.0, 1.0)
@@ -321,7 +322,7 @@ def replayed_stats(read: RouteReading | None, training: bool) -> Stats:
 
 
 def logged(plan: Plan, found: list[Stats]) -> list[Stats]:
-    """Metrics of micro-batches that are logged: entropies that are known of all rollouts are in the plan's."""
+    """Metrics of micro-batches to log: without `entropy` where the plan has it for all rollouts."""
     if plan.measures_entropy:
         return found
     return [{name: stat for name, stat in stats.items() if name != "entropy"} for stats in found]

@@ -93,7 +93,7 @@ def test_two_shapes_for_completions_are_refused(tmp_path):
         generation_kwargs={"structured_outputs": {"choice": ["a"]}},
         vllm_structured_outputs_regex="[0-9]+",
     )
-    with pytest.raises(ValueError, match="one of the two shapes completions"):
+    with pytest.raises(ValueError, match="only one can shape completions"):
         generation_extras(config)
 
 

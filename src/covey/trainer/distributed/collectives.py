@@ -35,7 +35,7 @@ LOOK_EVERY = 1.0  # seconds between two checks for failures of other processes, 
 STORE_SECONDS = 10.0  # deadline of the store, which ends with the process that holds it
 GROUP_GRACE = 5.0  # seconds by which gloo's own deadline is later than ours, so that ours is the one that is reported
 WATCH_EVERY = 2.0  # seconds between two such checks, while this process computes
-PATIENCE = 3.0  # seconds before it: a main thread that waits for other processes notices the failure by itself
+PATIENCE = 3.0  # seconds before the interruption: a main thread that waits for others notices the failure itself
 LAST_RESORT = 60.0  # seconds from the interruption to the end of a process that does not react to it
 EXIT_SECONDS = 0.2  # for gloo's threads when Python exits
 CAN_INTERRUPT = hasattr(signal, "pthread_kill") and hasattr(signal, "SIGURG")
@@ -83,7 +83,7 @@ class Collectives:
         return [theirs for _, theirs in received]
 
     def exchange(self, outgoing: list[Any], what: str) -> list[Any]:
-        """Send one object to each process, and receive one from each, in the order of ranks."""
+        """Send one object to each process, and receive one from each, in the order of ranks; None sends nothing."""
         if self.size == 1:
             return outgoing
         messages = [torch.empty(0, dtype=torch.uint8) if one is None else pack(one) for one in outgoing]
@@ -105,6 +105,7 @@ class Collectives:
         return partial(self.gather, what=what)
 
     def meet(self, what: str) -> None:
+        """Wait until every process has arrived here. Collective."""
         self.gather(None, what)
 
     @contextmanager
@@ -144,6 +145,7 @@ class Collectives:
             self._watched = False
 
     def note(self, doing: str) -> None:
+        """Tell the other processes' reports, by the store, what this process is doing."""
         if self.size > 1:
             note = json.dumps({"step": self._step(), "doing": doing, "since": time.time()})
             _in_time(lambda: self._store.set(f"doing/{self.rank}", note), None)
@@ -167,7 +169,7 @@ class Collectives:
             raise
         except RuntimeError as error:
             raise self._broken(what, error) from error
-        self.note(f"at work since it could {what}")
+        self.note(f"at work after the exchange to {what}")
 
     def _others_failure(self) -> str | None:
         """Message for this process when another fails while it is busy; None while none has failed."""
@@ -197,8 +199,8 @@ class Collectives:
             happened = f"Rank {failure['rank']} ended at step {failure['step']} with {failure['error']}"
         else:
             happened = (
-                "No process has said that it failed. One that is gone was killed, for lack of memory for instance: its"
-                " own log and the system's tell. One that is only slow needs a larger ddp_timeout."
+                "No process has reported a failure. If one is gone, it was killed, for lack of memory for instance: see"
+                " its log and the system's. If one is only slow, raise ddp_timeout."
             )
         notes = self._read([f"doing/{rank}" for rank in range(self.size)])
         unknown = "unknown: it left no note, or the process that held the notes is gone"

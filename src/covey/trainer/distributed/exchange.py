@@ -28,8 +28,8 @@ class RolloutIndex:
 
     owners: Tensor  # [B] int64, the process that holds each rollout
     rows: Tensor  # [B] int64, its number in that process's batch
-    lengths: Tensor  # [B] int64, completion tokens, and those of them that are learned from
-    sampled_lengths: Tensor
+    lengths: Tensor  # [B] int64, completion tokens
+    sampled_lengths: Tensor  # [B] int64, completion tokens that are learned from
     has_signal: Tensor  # [B] bool, some learned token has an advantage other than 0, or is part of a term of the loss
     groups: Tensor  # [B] int64, the prompt that each rollout continues: an index into `prompt_lengths`
     prompt_lengths: Tensor  # [P] int64
@@ -41,8 +41,8 @@ class RolloutIndex:
     sources: Tensor | None = None  # [B] int64, index of the source of each rollout; None in a run without
     term_tokens: dict[str, Tensor] = field(default_factory=dict)  # [B] int64, tokens of each term of the loss
     term_scales: dict[str, Tensor] = field(default_factory=dict)  # [B] float32, in place of those in the batch
-    skipped_tokens: int = 0  # learned tokens, and rollouts that have such, that were dropped
-    skipped_rows: int = 0
+    skipped_tokens: int = 0  # learned tokens of rollouts that were dropped
+    skipped_rows: int = 0  # dropped rollouts that have learned tokens
 
     @classmethod
     def of(cls, batch: TrainBatch, owner: int = 0, sources: Tensor | None = None) -> "RolloutIndex":

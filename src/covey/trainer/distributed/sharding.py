@@ -25,6 +25,8 @@ BUCKET_BYTES = 64 * 2**20  # size of the gradients in one collective
 
 @dataclass(frozen=True)
 class Sharding:
+    """Parts of training that are sharded, and the library that shards them."""
+
     name: str = ""  # of the library, for messages; "" without sharding
     weights: bool = False  # each process holds a shard of each weight, so a forward pass needs all processes
     gradients: bool = False  # the wrapper averages them in each backward pass, which therefore needs all processes
@@ -43,6 +45,7 @@ class Sharding:
 
 
 def sharding_of(accelerator: Any) -> Sharding:
+    """The sharding that an accelerator is set up with; ValueError for a kind that Covey does not train with."""
     kind = str(accelerator.distributed_type).rsplit(".", 1)[-1]
     if kind == "DEEPSPEED":
         stage = int(accelerator.state.deepspeed_plugin.zero_stage)
@@ -124,6 +127,7 @@ def ready_to_evaluate(trainer: "OnlineTrainer") -> None:
 
 
 def ready_to_train(trainer: "OnlineTrainer") -> None:
+    """Check and prepare a policy that was evaluated before; ValueError under ZeRO-3, which cannot train it then."""
     if trainer.sharding.weights:
         reshard(trainer.policy)  # an optimizer must hold shards
     if trainer.evaluates_alone and trainer.sharding.deepspeed and trainer.sharding.weights:

@@ -1,4 +1,4 @@
-"""The end of a run that was asked to end: on SIGTERM and Ctrl-C."""
+"""Stopping a run on SIGTERM and Ctrl-C, with a checkpoint of its finished steps."""
 
 import math
 import os
@@ -62,7 +62,7 @@ class StopAtStep(Interrupts, TrainerCallback):
 
     @property
     def can_save(self) -> bool:
-        """Finished steps are in memory and not in a checkpoint."""
+        """True if finished steps are in memory and not in a checkpoint."""
         return self.enabled and self.finished is not None and self.finished.step > self.saved_at
 
     # ---- answers to signals ------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class StopAtStep(Interrupts, TrainerCallback):
         return f" and saving the {steps}; press Ctrl-C again to leave without"
 
     def is_protected(self) -> bool:
-        """While a checkpoint is written, or the weights change: both are finished, unless asked a third time."""
+        """True while a checkpoint is written or the weights change, which is finished unless asked a third time."""
         return (self._saving or self._updating) and self.count < 3
 
     # ---- places of a run ---------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ class StopAtStep(Interrupts, TrainerCallback):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Within it a single process need not finish what it does."""
+        """Mark an evaluation, which a single process may cut short."""
         before = self._evaluating, self._updating
         self._evaluating, self._updating = True, False
         try:
@@ -133,7 +133,7 @@ class StopAtStep(Interrupts, TrainerCallback):
             self._evaluating, self._updating = before
 
     def leave(self) -> Finished | None:
-        """Take note that a step was cut short; the state to save then, if any."""
+        """Note that a step was cut short; returns the state to save, if any."""
         self._updating, self.leaving = False, self.cut
         if not (self.cut and self.alone and self.can_save and self.count < 3):
             return None

@@ -1,7 +1,7 @@
 """Check that an engine samples from the policy: its log-probs against the scorer's, on the first samples of a run.
 
-Where the two may differ, the loss is corrected. Log-probs that are scored anyway are compared for it; an on-policy run
-compares those of its micro-batches.
+Where the two may differ, the loss is corrected (`corrected`), by the old policy's log-probs where these are scored,
+else by each micro-batch's.
 
 To add a cause of a difference, write a function of a `Comparison` and put it into `CAUSES`.
 """
@@ -26,7 +26,7 @@ from covey.rollout.collector import Collector
 from covey.trainer.engine_check.staleness import VersionTest
 from covey.trainer.run import Run
 
-CHECKS = 2  # rollout batches that are looked at: the second comes after an update, of which an engine has to learn
+CHECKS = 2  # rollout batches that are compared: the second follows an update, which an engine must have taken
 # Mean difference, in nats, that rounding may explain, by bytes of the narrowest number format on either side.
 ROUNDING = {4: 0.01, 2: 0.1, 1: 0.3}
 ROUNDED_TO = {"bfloat16": torch.bfloat16, "int8": torch.int8, "float8": torch.float8_e4m3fn}  # by `engine_dtype`
@@ -101,7 +101,7 @@ def no_numbers(c: Comparison) -> str | None:
 
 
 def stale_weights(c: Comparison) -> str | None:
-    """It agreed before the update."""
+    """Engine and trainer agreed before the last update."""
     if not c.agreed:
         return None
     return (
@@ -272,7 +272,7 @@ def reshapes(args: OnlineConfig, params: SamplingParams) -> list[str]:
 
 
 class EngineCheck:
-    """Compares an engine's first samples with the trainer's view of them; all processes continue, or none does."""
+    """Compares an engine's first samples with the trainer's log-probs of them; all processes continue, or none does."""
 
     def __init__(
         self,
@@ -296,7 +296,7 @@ class EngineCheck:
         self._plays = collector.spec is not None  # rollouts are more than the engine's completions
         looks = self.comparable and self._action != "off"
         self._left, self._asked = CHECKS if looks else 0, 0
-        # Looks for stale weights throughout the run.
+        # Tests for stale weights throughout the run.
         versions = VersionTest(lambda: run.policy, lambda: run.step)
         self.versions = versions if looks and not traits.shares_policy else None
         self._agreed = self._warned = False
@@ -310,22 +310,25 @@ class EngineCheck:
         return self._left > 0 and self._routes_of is not None
 
     def expect(self, traits: EngineTraits) -> None:
-        """Compare with an engine of these traits; one that begins or ceases to round is another one."""
+        """Compare with an engine of these traits from now on, as when it begins or ceases to round."""
         autocast = AUTOCAST.get(self._run.accelerator.mixed_precision)
         rounded = ROUNDED_TO.get(traits.rounded_to or "")
         self._traits = traits
         self.tolerance = tolerance(self.temperature, self._run.policy.dtype, autocast, traits.dtype, rounded)
 
     def wants_samples(self) -> bool:
-        """True if samples for the check alone are wanted: for the first comparisons, and to look for stale weights."""
+        """True if samples for the check alone are wanted: for the first comparisons, or to test for stale weights."""
         self._asked += bool(self._left)
         return (self.versions is not None and self.versions.due()) or (self._left > 0 and self._asked <= CHECKS)
 
     def __call__(self, batch: TrainBatch, fresh: Tensor | None = None) -> dict[str, Stat]:
-        """Look at a rollout batch; `fresh` [R] are the rollouts of the current weights (None: all). Collective.
+        """Compare a rollout batch; `fresh` [R] are the rollouts of the current weights (None: all). Collective.
 
         Returns:
             The metric `routing/differing`, where experts were compared.
+
+        Raises:
+            ValueError: the engine's log-probs differ, and engine_parity='raise'; or they are unusable.
         """
         self._check_reported(batch)
         looks = self.versions is not None and (self.versions.due() | self.versions.moved())
@@ -335,7 +338,7 @@ class EngineCheck:
         if not self._replays:
             comparable = comparable.unrouted()
         if looks:
-            self._look_for_stale_weights(comparable)
+            self._test_versions(comparable)
         if not self._left:
             return {}
         stats = self._compare_routes(batch if fresh is None else batch.select(fresh))
@@ -368,9 +371,9 @@ class EngineCheck:
             raise ValueError(problem)
         warnings.warn(f"{problem} Continuing because engine_parity='warn'.", stacklevel=3)
 
-    def _look_for_stale_weights(self, batch: TrainBatch) -> None:
+    def _test_versions(self, batch: TrainBatch) -> None:
         """Compare what current and earlier weights make of a few rollouts. Collective."""
-        assert self.versions is not None, "asked where they are looked at"
+        assert self.versions is not None, "called where there is a test"
         test = self.versions
         few, usable = self._few(batch)
 
@@ -379,9 +382,9 @@ class EngineCheck:
             mine = measure(few, lambda rollouts: self.rescore(rollouts, self.temperature), *settings) if asked else None
             return [share for share in self._gather(mine) if share is not None]
 
-        problem = test.finding(of_all(test.votes)) if test.due() else None
+        problem = test.finding(of_all(test.preferences)) if test.due() else None
         if problem is None and test.moved() and test.jumped(of_all(test.difference)):
-            problem = test.finding(of_all(test.votes, True), last=True)
+            problem = test.finding(of_all(test.preferences, True), last=True)
         if problem is not None:
             self.versions = None
             self._complain(f"{problem} {ADVICE}")
@@ -440,7 +443,7 @@ class EngineCheck:
             self._warned = True
             warnings.warn(
                 f"the engine reported no log-probs for {int(missing.sum())} of {int(batch.sampled.sum())} tokens: they"
-                " are trained on as if the trainer had sampled them. If that is how it is, set"
+                " are trained on as if the trainer had sampled them. If it has, set"
                 " vllm_importance_sampling_correction=False to silence this.",
                 stacklevel=2,
             )

@@ -2,8 +2,8 @@
 
 The check at the start of a run misses an engine that quietly keeps its weights: one update of a usual learning rate
 moves log-probs by less than rounding explains. So a few fresh rollouts are scored twice, with the current weights and
-with an earlier snapshot of them. Each token votes for the version that is closer to the engine's log-prob: rounding
-makes votes that cancel, and a missed update makes votes of one sign.
+with an earlier snapshot of them. Each token has a preference, from -1 to 1, for the version whose log-prob is closer to
+the engine's: by rounding preferences cancel, and after a missed update they have one sign.
 
 Two snapshots are compared: an old one, because small differences accumulate over updates, and the previous one, as soon
 as the gap between engine and trainer exceeds everything seen before.
@@ -19,18 +19,18 @@ from torch import Tensor, nn
 from covey.core.batch import TrainBatch
 from covey.policy.sharded_tensors import own_shard, reshard
 
-# Versions after a copy of the weights at which it is compared with the current ones; then the next copy is taken.
-LOOKS = (1, 2, 3, 8, 24)
-COPIED_BYTES = 2**28  # most that a process copies; a part of the weights tells the versions apart less sharply
+# Ages of a copy of the weights, in versions, at which it is compared with the current ones; then another is taken.
+COMPARED_AT = (1, 2, 3, 8, 24)
+COPIED_BYTES = 2**28  # most that a process copies; with a part of the weights alone the test is less sensitive
 DEVIATIONS = 6.0
-"""Votes' sum over the root of their sum of squares at which an engine counts as stale.
+"""Sum of preferences over the root of their sum of squares at which an engine counts as stale.
 
-Where each vote is as likely to have either sign, the chance to reach it is at most exp(-6²/2) = 1.5e-8 (Efron 1969,
-"Student's t-test under symmetry conditions").
+Where each preference is as likely to have either sign, the chance to reach it is at most exp(-6²/2) = 1.5e-8 (Efron
+1969, "Student's t-test under symmetry conditions").
 """
 
-AGREEMENT = 0.5  # of the votes, by their size: 0 where they cancel, 1 where all are for the earlier version
-JUMP = 2.0  # times the largest difference so far at which the last version is asked
+AGREEMENT = 0.5  # least sum of preferences over that of their sizes: 0 if they cancel, 1 if all are for the earlier
+JUMP = 2.0  # times the largest difference so far, above which the last version is tested
 
 
 class Snapshot:
@@ -75,9 +75,9 @@ class Evidence:
     version: int
     sums: Tensor = field(default_factory=lambda: torch.zeros(6, dtype=torch.float64))
 
-    def add(self, votes: list[list[float]]) -> bool:
-        """True if the evidence with these votes, of all processes, suffices."""
-        self.sums += torch.tensor(votes, dtype=torch.float64).sum(0)
+    def add(self, sums: list[list[float]]) -> bool:
+        """Add sums of `preferences`, one of each process; True if the evidence suffices."""
+        self.sums += torch.tensor(sums, dtype=torch.float64).sum(0)
         total, squares, sizes, *_ = self.sums.tolist()
         if total <= 0:  # the engine agrees, so reset: earlier agreement must not mask a later failure
             self.sums.zero_()
@@ -92,8 +92,8 @@ class Evidence:
     def report(self, current: int) -> str:
         _, _, _, now, then, tokens = self.sums.tolist()
         return (
-            f"the engine has stale weights: {int(tokens)} of its log-probs are explained better by weights of step"
-            f" {self.version} or about (mean difference {then / tokens:.2g} nats) than by those of step {current},"
+            f"the engine has stale weights: {int(tokens)} of its log-probs are explained better by weights of about"
+            f" step {self.version} (mean difference {then / tokens:.2g} nats) than by those of step {current},"
             f" which it should sample with ({now / tokens:.2g}). It did not take an update, or not all of it: look at"
             " its `load_weights`, and at the log of its server."
         )
@@ -107,7 +107,7 @@ class VersionTest:
         self._old: Evidence | None = None
         self._last: Evidence | None = None  # of the last version that the engine had
         self._seen = self._compared = -1  # versions: the newest, and the newest whose difference is known
-        self._age = self._looked = 0  # versions since the old copy, and looks that were taken at it
+        self._age = self._comparisons = 0  # versions since the old copy, and comparisons with it
         self._largest = 0.0  # difference between engine and trainer so far: rounding
 
     def due(self) -> bool:
@@ -118,7 +118,7 @@ class VersionTest:
         elif version != self._seen:
             self._seen, self._age = version, self._age + 1
         assert self._old is not None
-        return version != self._old.version and self._age >= LOOKS[self._looked]
+        return version != self._old.version and self._age >= COMPARED_AT[self._comparisons]
 
     def moved(self) -> bool:
         """True if rollouts of the current weights have not been compared yet; the same in every process."""
@@ -135,7 +135,7 @@ class VersionTest:
         return [difference[known].sum().item(), known.sum().item()]
 
     def jumped(self, differences: list[list[float]]) -> bool:
-        """True if the last version is to be asked, because the difference, of all processes, is larger than ever."""
+        """True if the last version must be tested, because the difference, over all processes, is larger than ever."""
         total, tokens = (sum(column) for column in zip(*differences, strict=True)) if differences else (0.0, 0.0)
         if not tokens:
             return False
@@ -146,7 +146,7 @@ class VersionTest:
         return False
 
     def _accept(self, difference: float) -> None:
-        """The engine has the current weights: a copy of them is what it should have left behind at the next version."""
+        """Take the engine to have the current weights, and keep a copy, which must not match at the next version."""
         self._largest = max(self._largest, difference)
         if self._last is None:
             self._last = Evidence(Snapshot(self._policy()), self._compared)
@@ -154,8 +154,11 @@ class VersionTest:
         self._last.renew(self._compared)
 
     @torch.no_grad()
-    def votes(self, few: TrainBatch, rescore: Callable[[TrainBatch], Tensor], last: bool = False) -> list[float] | None:
-        """This process's sums over tokens: votes, their squares and sizes, differences now and then, and a count."""
+    def preferences(
+        self, few: TrainBatch, rescore: Callable[[TrainBatch], Tensor], last: bool = False
+    ) -> list[float] | None:
+        """This process's sums over tokens: preferences, their squares and sizes, differences now and then, and a
+        count."""
         evidence = self._last if last else self._old
         assert evidence is not None, "asked when due"
         current = rescore(few)
@@ -164,23 +167,23 @@ class VersionTest:
         if few.engine_logprobs is None:
             return None
         now, then = ((few.engine_logprobs - scored)[few.sampled].double().abs() for scored in (current, earlier))
-        vote = ((now - then) / (now + then)).nan_to_num(0.0)
+        preference = ((now - then) / (now + then)).nan_to_num(0.0)
         known = (now + then).isfinite()
-        columns = (vote, vote**2, vote.abs(), now, then, torch.ones_like(now))
+        columns = (preference, preference**2, preference.abs(), now, then, torch.ones_like(now))
         return [column[known].sum().item() for column in columns]
 
-    def finding(self, votes: list[list[float]], last: bool = False) -> str | None:
-        """The error text if the evidence with these votes, of all processes, suffices."""
+    def finding(self, sums: list[list[float]], last: bool = False) -> str | None:
+        """The error text if the evidence suffices with these sums of `preferences`, one of each process."""
         evidence = self._last if last else self._old
-        if not votes or evidence is None:
+        if not sums or evidence is None:
             return None
-        found = evidence.report(self._version()) if evidence.add(votes) else None
+        found = evidence.report(self._version()) if evidence.add(sums) else None
         if last:
             if not evidence.sums.any():  # the current weights explain it better: rounding has grown
-                self._accept(sum(share[3] for share in votes) / sum(share[5] for share in votes))
+                self._accept(sum(share[3] for share in sums) / sum(share[5] for share in sums))
             return found
-        self._looked = sum(look <= self._age for look in LOOKS)
-        if self._looked == len(LOOKS):
+        self._comparisons = sum(age <= self._age for age in COMPARED_AT)
+        if self._comparisons == len(COMPARED_AT):
             self._copy()
         return found
 
@@ -188,4 +191,4 @@ class VersionTest:
         self._seen = self._version()
         sums = {} if self._old is None else {"sums": self._old.sums}
         self._old = Evidence(Snapshot(self._policy()), self._seen, **sums)
-        self._age = self._looked = 0
+        self._age = self._comparisons = 0

@@ -23,7 +23,10 @@ from covey.trainer.run import Run
 def build_engine(
     run: Run, model: Any, tokenizer: Any, policy: Callable[[], Any], context: int | None, vision: Vision | None
 ) -> RolloutEngine:
-    """Engine that samples from the policy; backends are imported only when used, and a replay has none."""
+    """Engine that samples from the policy; backends are imported only when used.
+
+    A replay has the built-in engine, for its evaluations.
+    """
     args, accelerator, sharded = run.args, run.accelerator, run.sharding.weights
     if args.replay_from is None and (args.use_sglang or (args.use_vllm and args.vllm_mode == "server")):
         from covey.trainer.engines.servers import sglang_servers, vllm_servers

@@ -48,7 +48,7 @@ class FrozenEngine:
 
 
 def frozen_copy(model: Any) -> Any:
-    """A copy of a model that shares the weights that are not trained: of an adapter's model, those under it."""
+    """A copy of a model that shares the weights that are not trained, such as those under an adapter."""
     shared = {id(weight): weight for weight in model.parameters() if not weight.requires_grad}
     return copy.deepcopy(model, shared).requires_grad_(False).eval()
 
@@ -77,10 +77,13 @@ class PastPolicies:
             self.copies.pop(old)[1].close()
 
     def chosen(self, key: tuple[int | str, ...]) -> tuple[FrozenEngine, int]:
-        """The opponent for the game of this key, the same whatever the order, and the steps that it is old."""
+        """The opponent for a game, drawn by its key alone, and its age in optimizer steps; ValueError before any
+        copy."""
         steps = self._old_enough() or sorted(self.copies)[:1]
         if not steps:
-            raise ValueError('a seat "policy:n" is there once training has begun; give evaluations eval_seats.')
+            raise ValueError(
+                'a seat "policy:n" exists only once training has begun: give evaluations before it `eval_seats`.'
+            )
         step = steps[sample_seed(*key, "opponent") % len(steps)]
         return self.copies[step][1], self.step - step
 
@@ -118,7 +121,7 @@ def build_seats(
     vision: Vision | None,
     build_engine: MakeEngine,
 ) -> list[PastPolicies]:
-    """Put engines into the place of "frozen" and "policy:n" among seats; returns those of earlier policies.
+    """Replace "frozen" and "policy:n" among seats, in place, by engines; returns the earlier policies.
 
     CheckError where the weights are sharded, or where rollouts are sampled while the policy is trained.
     """

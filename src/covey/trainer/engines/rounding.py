@@ -60,14 +60,14 @@ class EngineRounding:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.args.engine_dtype != AUTO or not isinstance(self.engine, PolicyEngine):
             return
-        self.reason = f"engine_dtype=auto: {state['rounded_to'] or 'not rounded'}, as the checkpoint was sampled with."
+        self.reason = f"engine_dtype=auto: {state['rounded_to'] or 'not rounded'}, as in the checkpoint."
         if state["rounded_to"] != self.engine.dtype:
             self.engine.sample_in(state["rounded_to"])
             self.changed(self.engine.traits)
 
 
 def given_dtype(args: OnlineConfig) -> str | None:
-    """The format that the config names for the built-in engine; None for none, and for `auto`."""
+    """The format that the config names for the built-in engine; None if it names none, or `auto`."""
     return args.engine_dtype if args.rounds_engine and args.engine_dtype != AUTO else None
 
 
@@ -210,7 +210,7 @@ def _table(measured: Mapping[str, MeasuredFormat]) -> str:
 
 
 def candidates(run: Run) -> list[str]:
-    """Formats narrower than that which the model computes in, of which this machine has fast products."""
+    """Formats that are narrower than the policy's and that this machine has fast products for."""
     with run.accelerator.autocast():
         width = compute_dtype(run.policy).itemsize
     device = run.device.type
@@ -230,7 +230,7 @@ def measure(run: Run, engine: PolicyEngine, prompts: Callable[[], list[list[int]
 
 
 def gains(run: Run, engine: PolicyEngine) -> dict[str, float]:
-    """Time of a decoding step by that of one with rounding, for each format that may gain: medians of pairs."""
+    """Seconds of a decoding step over those with rounding, for each format that may gain: medians of pairs."""
     args = run.args
     samples = args.per_device_train_batch_size * (args.steps_per_generation or 1)
     size, group = min(args.max_concurrent_completions, samples), args.num_generations or 1
@@ -255,9 +255,9 @@ def step_seconds(
     steps: int = STEPS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Seconds of a decoding step of `size` sequences that nothing ends, rounded to `dtype`.
+    """Seconds of a decoding step of `size` sequences that never end, rounded to `dtype`.
 
-    A `group` of sequences has one prompt, of the first `tokens` of the vocabulary.
+    Each `group` of sequences shares one prompt, which consists of the first `tokens` of the vocabulary.
     """
     engine.sample_in(dtype)
 

@@ -188,9 +188,9 @@ def generation_extras(args: OnlineConfig) -> dict[str, Any]:
     if both := extra.keys() & shape:
         raise CheckError.of(
             "settings-contradict",
-            f"generation_kwargs[{both.pop()!r}] and vllm_structured_outputs_regex are both set: one of the two shapes"
+            f"generation_kwargs[{both.pop()!r}] and vllm_structured_outputs_regex are both set, and only one can shape"
             " completions.",
-            "Leave the other out.",
+            "Leave one of the two out.",
         )
     return extra | shape
 

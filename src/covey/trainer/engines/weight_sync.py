@@ -69,7 +69,7 @@ class WeightSync:
         return {"sync/seconds": Mean(time.perf_counter() - started, 1.0), **transfer_stats(sent, whole)}
 
     def _noticing(self, update: WeightUpdate) -> WeightUpdate:
-        """The same; `_base_sent` says whether the model under an adapter is asked for, which few servers lack."""
+        """The update, which sets `_base_sent` if its base model is read, as few servers lack that."""
         self._base_sent = False
         if update.base is None:
             return update
@@ -112,7 +112,8 @@ class WeightSync:
         return sent
 
     def _lead(self, engine: Any, update: WeightUpdate) -> WeightTransfer | None:
-        """Send. Where reading the weights is collective, call the others to each reading."""
+        """Send the weights from the first process. Where reading them is collective, call the others to each
+        reading."""
         message = state = sent = None
         try:
             sent = engine.load_weights(self._announcing(update) if is_sharded(self.policy()) else update)
@@ -125,6 +126,7 @@ class WeightSync:
         return sent
 
     def _follow(self, engine: Any, update: WeightUpdate) -> WeightTransfer | None:
+        """Read the weights as often as the first process does, then note what the servers hold."""
         word, message, state = self._from_first(None, update.version)
         while word == "read":
             of = update if message == "update" else update.base
@@ -142,7 +144,7 @@ class WeightSync:
         return self.collectives.gather(word, f"send weights of version {version}")[0]
 
     def _announcing(self, update: WeightUpdate) -> WeightUpdate:
-        """The same, but every reading is begun by all processes, and ended by all even where the sender gives it up."""
+        """The update, where every reading is begun and ended by all processes, even if the sender gives it up."""
 
         def read(of: WeightUpdate, name: str) -> WeightUpdate:
             def tensors() -> Iterator[tuple[str, Tensor]]:

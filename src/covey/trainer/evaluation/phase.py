@@ -1,4 +1,5 @@
-"""Evaluation by sampling: plain datasets are sampled as in training and have a loss; an `EvalSuite` has its own way."""
+"""Evaluation by sampling: plain datasets as in training, with a loss; an `EvalSuite` by its own settings, without
+one."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,8 @@ from covey.trainer.run import Run
 
 @dataclass(eq=False)
 class EvaluationPhase:
+    """Samples and scores evaluation datasets, and collects metrics and completions."""
+
     run: Run
     rollouts: RolloutPhase
     # (samples, log of completions) -> their training data; collective
@@ -40,6 +43,7 @@ class EvaluationPhase:
     completions: CompletionLog | None = field(default=None, init=False)
 
     def loader(self, datasets: Any, chosen: Any) -> Any:
+        """The loader of the chosen dataset (its name, or rows), or of the trainer's; ValueError if there is none."""
         if isinstance(chosen, str):
             known = datasets if isinstance(datasets, dict) else {}
             if chosen not in known:
@@ -57,7 +61,7 @@ class EvaluationPhase:
         return eval_loader(rows_of(chosen), algebra, self.run.collectives.rank, suite)
 
     def send_completions(self) -> None:
-        """Send the completions to trackers, now that these have their runs: the first metrics open them."""
+        """Send the completions to trackers, after the first metrics, with which these begin their runs."""
         args = self.run.args
         if self.completions is not None and args.log_completions:
             self.completions.to_trackers(args.report_to or (), self.run.step)
@@ -66,7 +70,7 @@ class EvaluationPhase:
     def evaluate(
         self, dataloader: Any, prefix: str, on_batch: Callable[[], None], optimizer: Any, training: bool
     ) -> EvalLoopOutput:
-        """Sample and score a dataset; `training`: a run continues afterwards, with this optimizer."""
+        """Sample and score a dataset; `training`: True if a run continues afterwards, with this optimizer."""
         run, args, model = self.run, self.run.args, self.run.policy
         was_training = model.training
         model.eval()
@@ -144,7 +148,7 @@ class EvaluationPhase:
     ) -> tuple[int, dict[str, float]]:
         """The number of completions of a suite, and its estimates."""
         run, functions = self.run, self.rollouts.rewards
-        completions, judge = suite.completions(run.algebra), suite.judge(functions)
+        completions, grader = suite.completions(run.algebra), suite.grader(functions)
         graded: list[Graded] = []
         rewards: list[Tensor] = []
         lengths: list[int] = []
@@ -155,7 +159,7 @@ class EvaluationPhase:
         for samples in dataloader:
             with run.collectives.ending_all():
                 scored = self.rollouts.sample(key, samples, "eval", params=params)
-                mine = self._grades(scored, judge, source_of(suite.dataset))
+                mine = self._grades(scored, grader, source_of(suite.dataset))
             for stats in scored.stats:
                 run.metrics.add(stats, "eval")
             pairs = zip(scored.samples, scored.rollouts, strict=True)
@@ -213,13 +217,13 @@ class EvaluationPhase:
             if training:
                 optimizer.train()  # the next rollout batch is sampled before the next step sets it
 
-    def _grades(self, scored: RolloutBatch, judge: Grader, source: str) -> list[Graded]:
+    def _grades(self, scored: RolloutBatch, grader: Grader, source: str) -> list[Graded]:
         weights = self.rollouts.rewards.weights_of(source)
         totals = weighted_total(scored.rewards.double(), weights.double()).tolist()
         any_scored = any(total == total for total in totals)
-        answers = judge.answers([rollout.completion for rollout in scored.rollouts], scored.columns, any_scored)
+        answers = grader.answers([rollout.completion for rollout in scored.rollouts], scored.columns, any_scored)
         failed = [rollout.finish is FinishReason.ERROR for rollout in scored.rollouts]
-        verdicts = map(judge.right, scored.rewards.tolist(), failed)
+        verdicts = map(grader.right, scored.rewards.tolist(), failed)
         prompts = [sample.prompt for sample in scored.samples]
         return [Graded(*grade) for grade in zip(prompts, totals, verdicts, answers, strict=True)]
 

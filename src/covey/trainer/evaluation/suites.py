@@ -45,9 +45,9 @@ class EvalSuite:
         pass_at: each k for which to estimate the probability that one of k completions is right.
         maj_at: each k for which to estimate the probability that the most frequent answer of k completions is right.
         success_reward: name of the reward function that decides; the only one by default.
-        success_threshold: as above.
-        answer: votes of `maj_at`: a function from a completion (text or messages) to its answer or None, or the name of
-            a column that a reward function logs with `log_extra`. Defaults to the function that the reward function
+        success_threshold: smallest reward of a right completion.
+        answer: for `maj_at`: a function from a completion (text or messages) to its answer or None, or the name of a
+            column that a reward function logs with `log_extra`. Defaults to the function that the reward function
             names (`covey.rewards.answers`), as the built-in ones that compare answers do.
 
     Raises:
@@ -97,10 +97,10 @@ class EvalSuite:
         unread = dict.fromkeys(("top_p", "top_k", "min_p"), "temperature=0 takes the most probable token")
         unread = unread if self.temperature == 0 else {}
         if not self.pass_at and not self.maj_at:
-            because = "pass_at and maj_at alone ask what is right"
+            because = "only pass_at and maj_at ask what is right"
             unread |= {"success_reward": because, "success_threshold": because}
         if not self.maj_at:
-            unread["answer"] = "maj_at alone counts answers"
+            unread["answer"] = "only maj_at counts answers"
         for name, because in unread.items():
             if (value := getattr(self, name)) != type(self).__dataclass_fields__[name].default:
                 yield Finding.warning("suite-unread", f"EvalSuite({name}={value!r}) has no effect: {because}.")
@@ -139,7 +139,8 @@ class EvalSuite:
             changes["max_tokens"] = self.max_completion_length
         return replace(params, keep_mask=False, keep_routes=False, **changes)
 
-    def judge(self, rewards: RewardSuite) -> "Grader":
+    def grader(self, rewards: RewardSuite) -> "Grader":
+        """The grader of this suite's completions; CheckError if no reward or answer is named that it needs."""
         rounded = torch.tensor(self.success_threshold, dtype=torch.float32).item()
         threshold = min(float(self.success_threshold), rounded)  # which a reward of it in float32 reaches, too
         named, names = self.success_reward, rewards.scoring(source_of(self.dataset))
@@ -148,7 +149,7 @@ class EvalSuite:
         if named is None and len(names) > 1:
             raise CheckError.of(
                 "suite-reward",
-                "an EvalSuite with pass_at or maj_at needs to know which reward tells what is right.",
+                "an EvalSuite with pass_at or maj_at needs to know which reward decides what is right.",
                 f"Set its success_reward to one of: {', '.join(names)}.",
             )
         if named is not None and named not in names:
@@ -164,7 +165,7 @@ class EvalSuite:
         if self.maj_at and answer is None:
             raise CheckError.of(
                 "suite-answer",
-                f"EvalSuite(maj_at={self.maj_at}) counts votes, and the reward {rewards.names[index]!r} does not say"
+                f"EvalSuite(maj_at={self.maj_at}) counts answers, and the reward {rewards.names[index]!r} does not say"
                 " what a completion's answer is.",
                 "Set `answer` to a function from a completion to its answer (None where it has none), or to the name of"
                 " a column that a reward function logs with `log_extra`.",
@@ -174,10 +175,12 @@ class EvalSuite:
 
 @dataclass(frozen=True)
 class Graded:
+    """Grade of a completion."""
+
     prompt: int  # row of the dataset
     reward: float  # weighted total; NaN without a reward
     right: bool | None  # None without a reward
-    answer: str | None  # its vote, as text
+    answer: str | None  # for maj@k, as text
 
 
 @dataclass(frozen=True)
@@ -186,7 +189,7 @@ class Grader:
 
     reward: int | None  # index of the reward function; None grades nothing
     threshold: float  # minimum reward of a right completion
-    answer: Callable[[Any], Hashable | None] | str | None  # a function or a column; None: no votes
+    answer: Callable[[Any], Hashable | None] | str | None  # a function or a column; None: not asked for
 
     def right(self, rewards: Sequence[float], failed: bool) -> bool | None:
         """None where nothing is graded, or the reward function gave nothing. A rollout that failed is wrong."""
@@ -196,7 +199,7 @@ class Grader:
         return value >= self.threshold if not math.isnan(value) else False if failed else None
 
     def answers(self, completions: list[Any], columns: Mapping[str, Sequence[Any]], scored: bool) -> list[str | None]:
-        """The vote of each completion, as text, so that processes agree on equality; None if the function raises.
+        """The answer of each completion, as text, so that processes agree on equality; None if the function raises.
 
         Where some completion was `scored`, a column must have been logged; a function that failed on all logs nothing.
         """

@@ -54,10 +54,10 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
 ABSENT = {
     "environments": "each rollout makes its own by `environment_factory`",
     **dict.fromkeys(("llm", "vllm_client", "vllm_generation"), "sample with `trainer.generate_completions(prompts)`"),
-    "_logs": "completions are in the files of `log_completions`",
+    "_logs": "completions are in `record/`, and with `export_completions` in files",
     "_step": "`trainer.state.global_step` counts optimizer steps",
 }
-"""Attributes of TRL's trainers that there are not, with advice."""
+"""Attributes of TRL's trainers that these do not have, with advice."""
 
 FIELDS = frozenset(RLOOConfig.__dataclass_fields__) - frozenset(TrainingArguments.__dataclass_fields__) - OLD
 
@@ -211,7 +211,7 @@ def current(trainer: Any, field: str) -> Any:
 
 
 def change_loss(name: str, trainer: Any, value: Any) -> None:
-    """Set a number of the loss, for this step and those that follow. On every process alike."""
+    """Set a number of the loss from this step on. Call it on every process alike."""
     if name == "beta" and value and trainer.reference is None:
         raise AttributeError(
             f"`trainer.beta` cannot become {value}: the run began with beta=0, so there is no reference model. Begin"
@@ -259,7 +259,7 @@ SETTERS: dict[str, Callable[[Any, Any], None]] = {
 
 
 class View:
-    """An attribute of a trainer that is read from what the run uses, and assigned where the run follows."""
+    """An attribute of a trainer with the run's current value; assigning one changes the run, or is refused."""
 
     def __init__(self, name: str):
         self.name = name
@@ -300,14 +300,14 @@ class NotCalled:
                 refuse_assigned(self.name, NOT_CALLED[self.name])
         elif self.name in NOT_NEEDED or passes_through(value, self.name):
             advice = {**HOOKS, **NOT_NEEDED}[self.name]
-            warn(f"`trainer.{self.name}` was assigned, and is never called as in TRL: {advice}.")
+            warn(f"`trainer.{self.name}` was assigned, and is not called here: {advice}.")
         else:
             refuse_assigned(self.name, HOOKS[self.name])
         vars(trainer)[self.name] = value
 
 
 def refuse_assigned(name: str, advice: str) -> NoReturn:
-    raise AttributeError(f"`trainer.{name}` was assigned, and is never called as in TRL: {advice}.")
+    raise AttributeError(f"`trainer.{name}` was assigned, and is not called here: {advice}.")
 
 
 def add_attributes(kind: type) -> None:

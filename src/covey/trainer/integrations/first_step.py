@@ -1,4 +1,4 @@
-"""Time and memory of the first optimizer step, in the place of what was planned; other programs during it."""
+"""Time and memory of the first optimizer step next to the plan's; other programs during it."""
 
 import json
 import time
@@ -27,10 +27,10 @@ def planned_bytes(args: Any, policy: Any) -> int | None:
 
 
 class FirstStep(TrainerCallback):
-    """Tells what the first optimizer step took, and writes it into the record; micro-batches stay as they were planned.
+    """Reports time and memory of the first optimizer step, on the console and in the record.
 
-    They are not planned again by what was measured: other cuts round differently, and a repeated run would not be the
-    same.
+    Micro-batches are not planned again by what was measured: other cuts round differently, and a repeated run would not
+    be the same.
     """
 
     def __init__(self, planned: int | None, device: torch.device, tell: Callable[[str], None], record: Path | None):
@@ -63,7 +63,7 @@ NEEDED_BY_OTHERS = 0.25  # cores that other programs use, above which threads th
 
 
 def check_waiting(waiting: Waiting, used: float) -> Iterator[Finding]:
-    """A warning of threads that do not sleep, where other programs have used so many of the run's cores."""
+    """A warning if threads of this run wait without sleeping, and other programs use many of its cores."""
     if waiting.late and used > NEEDED_BY_OTHERS:
         yield Finding.warning(
             "threads-spin",
@@ -74,7 +74,7 @@ def check_waiting(waiting: Waiting, used: float) -> Iterator[Finding]:
 
 
 class OtherPrograms(TrainerCallback):
-    """Looks during the first optimizer step for programs that threads which do not sleep would be slowed by."""
+    """Checks during the first optimizer step that no other programs slow threads that wait without sleeping."""
 
     def __init__(self, waiting: Waiting):
         self._waiting = waiting

@@ -112,7 +112,7 @@ class Push:
     checkpoint: Path
     message: str
     jobs: list[Future[Any]] = field(default_factory=list)
-    kept: list["Push"] = field(default_factory=list)  # whose folders the jobs upload, itself or earlier ones included
+    kept: list["Push"] = field(default_factory=list)  # pushes whose checkpoint folders the jobs upload
 
     @property
     def step(self) -> str:
@@ -128,7 +128,7 @@ class ModelPushes:
 
     With `hub_always_push` each is uploaded; without it one that is complete while another is uploaded is left out, as
     in transformers. The latest of a run is uploaded in any case: `finish` waits for it, and tries it again if it was
-    left out or has failed. A failure is a warning with the code "push-failed"; the next checkpoint is a new try.
+    left out or has failed. A failure is a warning with the code "push-failed"; the next checkpoint tries again.
     """
 
     def __init__(self, args: Any):
@@ -147,9 +147,9 @@ class ModelPushes:
             self._start(repo)
 
     def settle(self) -> None:
-        """Look at the uploads that have ended, and warn of those that have failed."""
+        """Finish the uploads that have ended, and warn of those that have failed."""
         for push in [one for one in self._under_way if all(job.done() for job in one.jobs)]:
-            self._end(push, "The next checkpoint is a new try.")
+            self._end(push, "The next checkpoint tries again.")
 
     def finish(self, repo: str | None) -> None:
         """Wait for all uploads, and upload the latest checkpoint if that has not been done."""
@@ -158,7 +158,7 @@ class ModelPushes:
         if repo is not None and self._missing:
             self._start(repo)
             for push in list(self._under_way):
-                self._end(push, "`trainer.push_to_hub()` is a new try.")
+                self._end(push, "`trainer.push_to_hub()` tries again.")
 
     def _end(self, push: Push, then: str) -> None:
         error = push.error()

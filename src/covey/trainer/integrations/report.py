@@ -88,7 +88,8 @@ class RunReport(TrainerCallback):
             self.write()
 
     def end(self) -> None:
-        """Write for the last time, also after an error; say how to continue after an interrupt that nobody answers."""
+        """Write for the last time, also after an error; after an interrupt, unless `trainer.stop` did, say how to
+        continue."""
         shown = [one for one in self.trainer.callback_handler.callbacks if isinstance(one, ProgressDisplay)]
         call_all(*(callback.close for callback in shown), self._write_last)
 
@@ -106,7 +107,7 @@ class RunReport(TrainerCallback):
                 self._say_places()
 
     def _say_places(self) -> None:
-        """Tell where the report and the page of a run are that a script has made; a command tells it by itself."""
+        """Print where the report and the record of a script's run are; commands print it themselves."""
         folder, callbacks = Path(self.trainer.args.output_dir), self.trainer.callback_handler.callbacks
         report = [f"report: {folder / REPORT}"] if (folder / REPORT).exists() else []
         page = [f"look at it: covey view {shlex.quote(str(folder))}"] if (folder / RECORD).exists() else []

@@ -37,7 +37,7 @@ def check_trackers(report_to: str | Sequence[str] | None) -> None:
 
 
 def guard_trackers(callbacks: Iterable[TrainerCallback]) -> None:
-    """Let a tracker that fails once a run has begun, as when its server is gone, cost its entry and not the run."""
+    """Let a run continue when a tracker fails during it, as when its server is gone; its entry is lost."""
     for callback in callbacks:
         if isinstance(callback, tuple(INTEGRATION_TO_CALLBACK.values())):
             for event in GUARDED:
