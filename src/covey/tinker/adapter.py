@@ -14,7 +14,7 @@ from covey.core.model import decoder_of, patched_forward
 from covey.engines.native.adapter_engine import LowRank
 from covey.tinker.errors import Refusal
 
-ALPHA = 32.0  # the products of an adapter are scaled by ALPHA / rank
+ALPHA = 32.0  # α of LoRA: an adapter's products are scaled by α / rank
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,10 @@ class AdapterSpec:
 
 @dataclass(eq=False)
 class Adapter:
-    """Matrices by the names of the model's layers: A [rank, in] and B [out, rank], float32, with gradients."""
+    """A LoRA adapter (arXiv 2106.09685): a layer W computes W x + α / rank · B A x.
+
+    Matrices by the names of the model's layers: A [rank, in] and B [out, rank], float32, with gradients.
+    """
 
     spec: AdapterSpec
     matrices: dict[str, tuple[nn.Parameter, nn.Parameter]]
@@ -79,7 +82,7 @@ class Adapter:
 
 @contextmanager
 def added(model: nn.Module, low_rank: LowRank) -> Iterator[None]:
-    """The model's layers add these products within the context, which backward passes belong into, too."""
+    """Add these products to the outputs of the model's layers in this context; run backward passes inside it, too."""
     with ExitStack() as patches:
         for name, (a, b) in low_rank.items():
             layer = model.get_submodule(name)
@@ -93,7 +96,7 @@ def _forward(base: Any, a: Tensor, b: Tensor, x: Tensor) -> Tensor:
 
 
 def layers_of(model: Any, spec: AdapterSpec) -> dict[str, nn.Linear]:
-    """The layers that an adapter trains, by name; Refusal for a switch that no layer of the model answers to."""
+    """The layers that an adapter trains, by name; Refusal for a switch without a layer in this model."""
     decoder, head = decoder_of(model), model.get_output_embeddings()
     inside = set(decoder.modules())
     linear = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear}
@@ -115,6 +118,6 @@ def layers_of(model: Any, spec: AdapterSpec) -> dict[str, nn.Linear]:
 
 
 def bytes_of(model: Any, spec: AdapterSpec) -> int:
-    """Memory of a training client: weights, gradients and two moments, in float32."""
+    """Bytes that a training client takes: weights, gradients and two moments, in float32."""
     rows = sum(layer.in_features + layer.out_features for layer in layers_of(model, spec).values())
     return 4 * 4 * spec.rank * rows

@@ -28,7 +28,7 @@ NO_LIMIT = 1 << 20  # tokens of a sequence where the model names no limit
 
 
 def names_of(model: str, also: Sequence[str] = ()) -> tuple[str, ...]:
-    """Names that a model is served under: those that were chosen, as given, its absolute path, its folder's name."""
+    """Names that a model is served under: the chosen ones, `model` itself, and a folder's absolute path and name."""
     own = [model]
     if os.path.isdir(os.path.expanduser(model)):
         path = Path(model).expanduser().resolve()
@@ -37,7 +37,10 @@ def names_of(model: str, also: Sequence[str] = ()) -> tuple[str, ...]:
 
 
 def tokenizer_place(model: str) -> str | None:
-    """A folder's path as the client finds its tokenizer: one with exactly two slashes it would take for a hub id."""
+    """A folder's path in a form that clients read the tokenizer from; None for a hub id.
+
+    Clients take a path with exactly two slashes for a hub id, so `/./` makes it longer.
+    """
     folder = os.path.expanduser(model)
     if not os.path.isdir(folder):
         return None
@@ -59,16 +62,28 @@ def opened(
     log: Callable[[str], None] = lambda line: None,
     say: Callable[[str], None] | None = None,
 ) -> Iterator[TinkerService]:
-    """A service for a model, by its id or folder or loaded, within the context; Refusal if another has its folder.
+    """Load a model and give its service within the context.
 
-    `durable`: what it accepts survives a kill, with weights that are written every so many optimizer steps. `log` takes
-    a line for each operation, `say` what whoever starts the server must know.
+    Args:
+        model: hub id, folder, or a loaded transformers model.
+        settings: limits and names.
+        checkpoints: folder for saved states.
+        tokenizer: by default the model's own.
+        token_budget: tokens of a micro-batch.
+        max_tokens: most tokens of a sequence; None: as many as the model allows.
+        device: by default the one that the model is on.
+        durable: optimizer steps between two writings of weights. The sessions then survive a kill; None: they do not.
+        log: gets a line for each operation.
+        say: gets what whoever starts the server must know.
+
+    Raises:
+        Refusal: another server uses the folder, or a model or setting that cannot be served.
     """
     if durable is not None and durable < 1:
-        raise Refusal(f"durable={durable}: weights are written every so many optimizer steps, 1 or more.")
+        raise Refusal(f"durable={durable} must be 1 or more: the optimizer steps between two writings of weights.")
     model = load_policy(os.path.expanduser(model) if isinstance(model, str) else model)
     if sees_images(model.config):
-        raise Refusal(f"{type(model).__name__} sees images, and this server reads text alone. Give a language model.")
+        raise Refusal(f"{type(model).__name__} sees images, and this server reads only text. Give a language model.")
     tokenizer = load_processing_class(tokenizer, model)
     model.requires_grad_(False).eval()
     if device is not None:
@@ -137,7 +152,8 @@ def serve(
         options: `token_budget`, `max_tokens`, `device`, `tokenizer`, `durable`, `log` and `say` of `opened`.
 
     Raises:
-        ValueError: another machine can reach `host` and there is no key, or the key does not begin with tml-.
+        ValueError: another machine can reach `host` and there is no key, or the key does not begin with tml-; or a
+            Refusal of `opened`.
     """
     key = checked_key(key, host)
     own = names_of(model, names) if isinstance(model, str) else tuple(names)

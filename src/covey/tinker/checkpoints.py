@@ -111,11 +111,11 @@ class CheckpointStore:
         user_metadata: Mapping[str, Any] | None = None,
         operation: str | None = None,
     ) -> str:
-        """Save a client's state, the optimizer's with it if the kind is `weights`; its path.
+        """Save a client's state, with the optimizer's if the kind is `weights`; returns its path.
 
         The folder appears under its name when it is whole; `recover` completes what a killed server began. Refusal if
-        there is one already, unless the same `operation` saved it: a server that was killed before it said so runs it
-        again. OSError if the disk takes no more.
+        the name is taken, unless the same `operation` took it: a killed server runs an operation again whose result it
+        had not stored. OSError if the disk takes no more.
         """
         home = self._run_folder(run.id) / kind
         place = home / name
@@ -168,7 +168,7 @@ class CheckpointStore:
         return run, learner
 
     def adapter(self, run: TrainingRun, place: Path, model: Any) -> Adapter:
-        """The adapter in a folder that was found; Refusal for one of another model, or one that is damaged."""
+        """The adapter in a folder that `find` gave; Refusal for one of another model."""
         numbers = sum(parameter.numel() for parameter in model.parameters())
         if numbers != run.numbers:
             raise Refusal(
@@ -189,13 +189,13 @@ class CheckpointStore:
         return TrainingRun.of_json(json.dumps(json.loads((place / CHECKPOINT_FILE).read_text())["run"])), place
 
     def created(self, place: Path) -> float:
-        """When the state in a folder was saved: another one may come under its name."""
+        """Time at which the state in a folder was saved, in seconds since 1970; it tells states of one name apart."""
         return float(json.loads((place / CHECKPOINT_FILE).read_text())["created"])
 
     def list(self, run_id: str | None = None) -> list[Checkpoint]:
-        """Checkpoints of one run or of all, the newest first; those whose time is over are deleted.
+        """Checkpoints of one run or of all, the newest first; deletes those that have expired.
 
-        Refusal for what is no id of a run.
+        Refusal for an impossible id of a run.
         """
         found = []
         for place in self.folder.glob(f"{'*' if run_id is None else self._run_folder(run_id).name}/*/*/"):
@@ -223,7 +223,7 @@ class CheckpointStore:
         shutil.rmtree(gone, ignore_errors=True)
 
     def keep(self, path: str, seconds: float | None) -> None:
-        """Give a checkpoint so many seconds from now on; None for no end."""
+        """Let a checkpoint expire in so many seconds from now; None for never."""
         _, place = self.find(path)
         noted = json.loads((place / CHECKPOINT_FILE).read_text())
         noted["expires"] = None if seconds is None else time.time() + seconds
@@ -275,7 +275,7 @@ def _folder_name(run_id: str) -> str:
 
 
 def adapter_of(model: Any, spec: AdapterSpec, saved: Mapping[str, Tensor]) -> Adapter:
-    """The adapter of tensors under the names that PEFT gives them."""
+    """The adapter with these tensors, which have the names that PEFT gives them."""
     adapter = Adapter(spec, {})
     for name, layer in layers_of(model, spec).items():
         a, b = (saved[f"base_model.model.{name}.{kind}.weight"] for kind in ("lora_A", "lora_B"))

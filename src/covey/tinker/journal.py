@@ -23,7 +23,7 @@ from covey.tinker.errors import Refusal
 
 Result = bytes | dict[str, Any]  # a protobuf message, or JSON
 
-FOLDER = ".durable"  # in that of the saved states
+FOLDER = ".durable"  # inside the folder of saved states
 DONE, FAILED, NOT_RUN = "done", "failed", "not run"  # outcomes of requests
 
 _SCHEMA = """
@@ -42,7 +42,7 @@ CREATE INDEX IF NOT EXISTS of_client ON requests (client, number);
 
 @dataclass(frozen=True)
 class Sent:
-    """A request as it came; the digest tells a repeated one from another one under its number."""
+    """A request as it came; the digest shows whether a request with a known number is the same one."""
 
     route: str
     body: bytes
@@ -252,7 +252,7 @@ class DurableJournal(Journal):
             yield self._db
 
     def _must(self, statement: str, *values: Any) -> None:
-        """Write a row; Refusal, upon which clients try again later, if that is not possible."""
+        """Write a row; if that fails, Refusal 503, after which clients try again."""
         try:
             with self._transaction() as db:
                 if db is not None:
@@ -262,7 +262,7 @@ class DurableJournal(Journal):
 
     @contextmanager
     def _may(self, what: str) -> Iterator[sqlite3.Connection | None]:
-        """A transaction whose failure, as of a full disk, is noted: clients are served all the same."""
+        """A transaction whose failure, as on a full disk, is only logged: clients are served all the same."""
         try:
             with self._transaction() as db:
                 yield db

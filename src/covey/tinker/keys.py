@@ -6,7 +6,10 @@ KEY = "TINKER_API_KEY"
 
 
 def checked_key(given: str | None, host: str) -> str | None:
-    """The server's key; None where any will do. ValueError for one that clients refuse, and for none elsewhere."""
+    """The server's key; None where any is accepted, as on this machine alone.
+
+    Raises ValueError for a key that clients refuse, and for none where other machines reach `host`.
+    """
     if given is None and not is_local(host):
         raise ValueError(f"{host} can be reached from other machines: set {KEY} to a key that begins with tml-.")
     if given is not None and not given.startswith("tml-"):

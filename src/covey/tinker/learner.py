@@ -54,7 +54,7 @@ class Row:
 
     @property
     def head(self) -> int:
-        """The positions before the first that the loss reads, as those of a prompt; 0 if it reads none."""
+        """Number of positions before the first that the loss reads, such as a prompt's; 0 if it reads none."""
         read = self.counts.view(len(self.tokens), -1).any(-1)
         return int(read.to(torch.uint8).argmax()) if bool(read.any()) else 0
 
@@ -122,7 +122,8 @@ class Learner:
     def forward_backward(self, data: Sequence[Datum], loss: Loss, config: Mapping[str, float]) -> Scored:
         """Score data, and add the gradient of the loss to that of earlier requests.
 
-        FloatingPointError, without a gradient, where the loss is not finite.
+        Raises FloatingPointError where the loss is not finite. Micro-batches before may have added gradients then:
+        `forget` them.
         """
         rows = checked(data, loss, self.base)
         for parameter in self.adapter.parameters():
@@ -135,7 +136,7 @@ class Learner:
     def step(self, params: AdamParams) -> dict[str, float]:
         """Take a step and forget the gradients; Refusal without any, FloatingPointError if they are not finite."""
         if not self.requests:
-            raise Refusal("no forward_backward since the last step.")
+            raise Refusal("there was no forward_backward since the last step, so there is no gradient.")
         limit = params.grad_clip_norm or float("inf")
         parameters = self.adapter.parameters()
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit))
@@ -226,7 +227,7 @@ def positions_of(sequences: Sequence[Sequence[int]], heads: Sequence[int]) -> Tr
 def micro_batches(rows: Sequence[Row], heads: Sequence[int], budget: int) -> Iterator[tuple[bool, list[int]]]:
     """Numbers of rows to compute together, at most `budget` tokens, and False for those without a gradient.
 
-    Neighbours are those that begin alike, as they share what they have in common; a head that they share counts once.
+    Rows are sorted by their tokens, so that those with a common beginning share it; a head that they share counts once.
     """
     for trained in (True, False):
         chosen = [number for number, row in enumerate(rows) if bool(row.counts.any()) is trained]
@@ -244,7 +245,7 @@ def micro_batches(rows: Sequence[Row], heads: Sequence[int], budget: int) -> Ite
 
 
 def parts_of(items: Sequence[T], size_of: Callable[[T], int], budget: int) -> Iterator[list[T]]:
-    """Neighbours to compute together, at most `budget` tokens of them; a larger one is a part by itself."""
+    """Cut items into parts of neighbours with at most `budget` tokens together; a larger item is a part by itself."""
     part, size = list[T](), 0
     for item in items:
         if part and size + size_of(item) > budget:

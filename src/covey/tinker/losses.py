@@ -1,4 +1,4 @@
-"""Losses of the wire: sums over tokens, with inputs and thresholds as the client documents them.
+"""Losses of the API: sums over tokens, with inputs and thresholds as the client documents them.
 
 To add one, write a function of `SentInputs` and a row of `LOSSES`.
 """
@@ -19,7 +19,7 @@ HOSTED_ONLY = "stable_reinforce"  # its formula is not published
 
 @dataclass(frozen=True)
 class SentInputs:
-    """Log-probs of the targets, which carry the gradient, and what was sent with them, of B datums in a row.
+    """Log-probs of the targets, which carry the gradient, and the inputs sent with them, of B data end to end.
 
     Positions whose weight and advantage are 0 have a log-prob of 0 here, so that no number there counts.
     """
@@ -84,7 +84,7 @@ def _epsilons(config: Mapping[str, float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Loss:
-    """A row of the table."""
+    """A loss: its function, and the inputs and settings that it reads."""
 
     tokens: TokenLoss  # loss of each token; the answer is their sum
     needs: tuple[str, ...]  # inputs that each datum has, one number for each position
@@ -102,7 +102,7 @@ LOSSES = {
     "importance_sampling": Loss(importance_sampling, SAMPLES),
     "ppo": Loss(ppo, SAMPLES, (), {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
     "cispo": Loss(cispo, SAMPLES, (), {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
-    # its pull counts for tokens of advantage 0, too; but not for prompts, which have log-prob and advantage 0
+    # its penalty counts for tokens of advantage 0, too; but not for prompts, whose log-prob and advantage are 0
     "dro": Loss(direct_reward, SAMPLES, (), {"beta": None}, counts_too="logprobs"),
     # thresholds of the paper, section 5.1; those of the hosted service are not known
     "gspo": Loss(

@@ -38,10 +38,10 @@ def scores_prompt(asked: SampleAsked) -> bool:
 def answered(
     base: Base, snapshot: WeightSnapshot | None, asked: SampleAsked, completions: Sequence[Completion]
 ) -> Sampled:
-    """The answer to a request: samples, and what it asked for of its prompt, scored under the same weights.
+    """The answer to a request: samples, and the scores of its prompt that it asks for, under the same weights.
 
-    Log-probs of the prompt and those of named tokens are at temperature 1, as those that training gives; those of
-    samples and of the tokens most probable in their places at the temperature of sampling.
+    Log-probs of the prompt and of named tokens are at temperature 1, as in training. Log-probs of samples, and of the
+    most probable tokens at their positions, are at the sampling temperature.
     """
     tops: list[TopK | None] = [None] * len(completions)
     prompt_logprobs = prompt_top = targets = None
@@ -84,7 +84,7 @@ def _of_prompt(base: Base, asked: SampleAsked) -> tuple[np.ndarray[Any, Any] | N
 
 
 def _top_of_sample(base: Base, asked: SampleAsked, one: Completion) -> TopK | None:
-    """The most probable tokens in each place of a sample, at the temperature of sampling."""
+    """The most probable tokens at each position of a sample, at the sampling temperature."""
     if not one.token_ids:
         return None
     whole = [*asked.prompt, *one.token_ids]

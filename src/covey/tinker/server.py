@@ -20,9 +20,9 @@ from covey.tinker.wire import WireError, read_forward_backward
 
 MAX_BODY = 64 << 20  # bytes of a request
 READ = 60.0  # seconds in which a request's body must come
-LARGE = 1 << 20  # bytes of a body from which on it is read on a thread of its own
+LARGE = 1 << 20  # bytes from which a body is parsed on a thread of its own
 POLL = 30.0  # seconds that a question for a result is held; the client waits 45
-SWEEP = 60.0  # seconds between looks for silent sessions
+SWEEP = 60.0  # seconds between checks for silent sessions
 API = "/api/v1"
 PROTOBUF = "application/x-protobuf"
 
@@ -109,7 +109,7 @@ class TinkerServer:
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        """Refuse strangers, and answer each failure with a text."""
+        """Refuse requests without the key, and answer each failure with a text."""
         try:
             if (refused := self._objection(request)) is not None:
                 return refused
@@ -136,7 +136,7 @@ class TinkerServer:
         if request.path.startswith(f"{API}/download/"):
             return None  # its path holds a key
         if "Origin" in request.headers:
-            return _refused("pages in a browser are not served.", 403)
+            return _refused("requests of pages in a browser are refused.", 403)
         key = request.headers.get("X-API-Key", "")
         given = key.encode("utf-8", "surrogateescape")  # as it came
         right = key.startswith("tml-") if self._key is None else hmac.compare_digest(given, self._key.encode())
@@ -144,7 +144,7 @@ class TinkerServer:
             return _refused("the API key is wrong: set TINKER_API_KEY to the server's.", 401)
         local = self._address[0] in ("127.0.0.1", "localhost", "::1")
         if local and request.host.rpartition(":")[0] not in ("127.0.0.1", "localhost", "[::1]"):
-            return _refused(f"this server is not {request.host[:200]!r}.", 403)
+            return _refused(f"this server is not called {request.host[:200]!r}; use the address that it printed.", 403)
         return None
 
     def _json(self, method: Callable[[dict[str, Any]], Any]) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
@@ -186,7 +186,7 @@ class TinkerServer:
         place, _ = self.service.downloads.get(request.match_info["key"], (None, 0.0))
         name = request.match_info["name"]
         if place is None or name not in ("adapter_model.safetensors", "adapter_config.json"):
-            raise Refusal("there is no such file, or its time is over.", 404)
+            raise Refusal("there is no such file, or its address has expired; ask for it again.", 404)
         return web.FileResponse(Path(place) / name)
 
     async def _unknown(self, request: web.Request) -> web.StreamResponse:
@@ -216,9 +216,9 @@ async def _body(request: web.Request) -> dict[str, Any]:
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise Refusal(f"the body is no JSON: {format_error(error)}") from None
+        raise Refusal(f"the body is not JSON: {format_error(error)}") from None
     if not isinstance(body, dict):
-        raise Refusal(f"the body is a {type(body).__name__}, no object.")
+        raise Refusal(f"the body must be a JSON object, got a {type(body).__name__}.")
     return body
 
 

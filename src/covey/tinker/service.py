@@ -1,7 +1,7 @@
 """Answers to requests: sessions, training clients, samplers and saved states.
 
-A method for each route takes the request's JSON (or message) and gives the answer; it runs on the event loop, and all
-that computes is a job of the worker.
+Each route has a method, which takes the request's JSON (or message) and gives the answer. Methods run on the event loop
+and compute nothing themselves: the worker runs their jobs.
 """
 
 import asyncio
@@ -73,19 +73,21 @@ CHANGING = ("create_model", "load_weights", "optim_step")  # operations after wh
 class Settings:
     """Settings of a server."""
 
-    names: tuple[str, ...]  # of the model; the first is the one that answers name
+    names: tuple[str, ...]  # of the model; answers give the first
     tokenizer_id: str | None = None  # where clients on this machine find the tokenizer
     max_clients: int = 8
     max_rank: int = 128
     max_waiting: int = 4096  # requests of samples that wait
     seed: int = 0
-    substitute: Mapping[str, str] = field(default_factory=dict)  # a loss in the place of another
+    substitute: Mapping[str, str] = field(default_factory=dict)  # losses by the names of those that they replace
     patience: float = PATIENCE
     client_config: Mapping[str, Any] = field(default_factory=dict)  # flags that are sent to clients
 
 
 @dataclass(eq=False)
 class Session:
+    """A program that uses the server."""
+
     id: str
     sdk_version: str
     seen: float  # time of its last request
@@ -110,6 +112,8 @@ class Trained:
 
 @dataclass(eq=False)
 class Sampler:
+    """Weights that a program samples from."""
+
     id: str
     session: str
     number: int  # within its session
@@ -178,7 +182,7 @@ class TinkerService:
         return {}
 
     async def end_silent_sessions(self) -> None:
-        """End sessions that have sent nothing for long."""
+        """End sessions that have sent nothing for `SILENT` seconds."""
         for session in list(self.sessions.values()):
             if time.monotonic() - session.seen > SILENT:
                 await self._end(session)
@@ -383,7 +387,7 @@ class TinkerService:
         sequencer = Sequencer(self.promises, patience=self.settings.patience)
         trained = Trained(run, session.id, number, sequencer, seen=time.monotonic())
         sequencer.on_end = lambda number, kind, failure: self._ended(trained, number, kind, failure)
-        sequencer.next = 0  # its making
+        sequencer.next = 0  # the operation that makes it
         self.clients[run.id] = trained
         session.clients.append(run.id)
         return trained
@@ -455,10 +459,10 @@ class TinkerService:
             raise
         return promise.acknowledgement
 
-    # ---- what an earlier server left ---------------------------------------------------------------------------------
+    # ---- sessions of an earlier server -------------------------------------------------------------------------------
 
     async def restore(self) -> None:
-        """Continue what a server that was killed had accepted; Refusal if its files cannot be read."""
+        """Continue the sessions and requests of a server that was killed; Refusal if its files cannot be read."""
         past = self.journal.past()
         for session_id, version in past.sessions:
             self.sessions[session_id] = Session(session_id, version, time.monotonic())
@@ -480,7 +484,7 @@ class TinkerService:
             self._say(f"continues {sessions} sessions, {clients} training clients and {waiting} requests")
 
     async def _restore_client(self, client: ClientEntry, entries: list[RequestEntry]) -> None:
-        """A client as it was: its newest weights, and what it has done since then once more."""
+        """Restore a client: load its newest weights, and run its later operations again."""
         trained = self._add_client(self.sessions[client.session], client.run, client.number)
         trained.saved_at = client.saved_at
         ended = [entry for entry in entries if entry.outcome is not None]
@@ -527,7 +531,7 @@ class TinkerService:
             self.clients[entry.client].samplers.append(entry.id)
 
     def _accept_again(self, entry: RequestEntry) -> None:
-        """Accept a request once more that was accepted and has no result; one that is refused now fails."""
+        """Accept an earlier server's request that has no result; one that is refused now fails."""
         try:
             if entry.sent.route == "forward_backward":
                 self.forward_backward(read_forward_backward(entry.sent.body))
@@ -804,7 +808,7 @@ class TinkerService:
 
 
 def substitutions(given: list[str]) -> dict[str, str]:
-    """Losses in the place of others, of `OLD=NEW`; Refusal for names that are not known."""
+    """Losses by the names of those that they replace, from texts `OLD=NEW`; Refusal for unknown names."""
     found = {}
     for text in given:
         old, _, new = text.partition("=")

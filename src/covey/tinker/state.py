@@ -1,4 +1,4 @@
-"""Bookkeeping of the wire: results that clients ask for, and a training client's operations in their order."""
+"""Bookkeeping of requests: results that clients ask for, and a training client's operations in their order."""
 
 import asyncio
 import time
@@ -27,7 +27,7 @@ class Promise:
 
 
 class Promises:
-    """All promises by id. The journal learns of each before its client does, and of each result."""
+    """All promises by id. Each is in the journal before its client learns of it, and so is each result."""
 
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
@@ -62,7 +62,7 @@ class Promises:
         work: Callable[[], Awaitable[Result]] | None = None,
         **acknowledged: Any,
     ) -> Promise:
-        """A new promise; `work` runs at once, without it somebody else settles the result."""
+        """A new promise; `work` runs at once. Without it the caller settles the result."""
         self._forget()
         acknowledgement = {"request_id": request_id, **acknowledged}
         self.journal.accept(RequestEntry(request_id, owner, client, number, sent, acknowledgement))
@@ -73,7 +73,7 @@ class Promises:
         return promise
 
     def restore(self, entry: RequestEntry) -> None:
-        """Have the promise of a request that an earlier server answered."""
+        """Add the promise of a request that an earlier server answered."""
         assert entry.result is not None, "it was answered"
         promise = self._add(entry.id, entry.session, entry.acknowledgement, entry.sent.digest)
         promise.result.set_result(entry.result)
@@ -85,7 +85,7 @@ class Promises:
         return promise
 
     async def run(self, promise: Promise, work: Callable[[], Awaitable[Result]]) -> Exception | None:
-        """Run work and settle its promise, with a failure as well; the failure."""
+        """Run work and settle its promise with the result or the failure; returns the failure, or None."""
         failure: Exception | None = None
         outcome = DONE
         try:
@@ -127,7 +127,7 @@ class Promises:
             del self._by_id[promise.id]
 
     def _forget(self) -> None:
-        """Drop results that were fetched long ago, and look for them from time to time alone."""
+        """Drop results that were fetched `KEPT` seconds ago; checks only every `KEPT / 4` seconds."""
         now = time.monotonic()
         if now - self._swept < KEPT / 4:
             return

@@ -1,4 +1,4 @@
-"""The three protobuf messages of the wire, read and written by hand: everything else is JSON.
+"""The three protobuf messages of the API, read and written without generated code; everything else is JSON.
 
 A message is a sequence of numbered fields; `_fields` yields them, and a reader takes those that it knows. Fields of
 newer clients are skipped. Nothing is trusted: a length, a type or a shape that does not fit is a `WireError`.

@@ -44,7 +44,7 @@ class _Waiting:
 
 
 class Worker:
-    """Runs jobs one at a time, and samples; both are asked for from other threads."""
+    """Runs jobs one at a time, and samples between them; other threads ask for both."""
 
     def __init__(self, make_engine: Callable[..., AdapterEngine]):
         """`make_engine` takes the function that gives the adapters of the next window, as `adapters`."""
@@ -141,7 +141,7 @@ class Worker:
             result.set_exception(error)
 
     async def _window(self) -> None:
-        """Sample from the snapshots that are asked for now, until a request names another or none comes any more."""
+        """Sample from the snapshots that are asked for now, until a request names another one or no request comes."""
         self._loaded = {one.snapshot.name: one.snapshot for one in self._waiting if one.snapshot is not None}
         running: dict[asyncio.Task[Any], _Waiting] = {}
         try:
