@@ -100,7 +100,7 @@ def test_a_hub_id_may_name_a_configuration(monkeypatch):
     [
         ("empty.jsonl", "", "is empty"),
         ("broken.jsonl", '{"prompt": "a"}\n{"prompt": ', "holds no rows that can be read"),
-        ("rows.txt", "hello", "no data file Covey reads"),
+        ("rows.txt", "hello", "is not a data file that Covey reads"),
         ("header.csv", "prompt,answer\n", "holds no rows that can be read"),
         ("sheet.csv", "PK\x03\x04 of a spreadsheet", "holds no rows that can be read"),
         ("twice.csv", "prompt,answer,answer\na,1,2\n", "two columns are named 'answer'"),
@@ -173,7 +173,7 @@ def test_columns_are_renamed_where_they_are(tmp_path, jsonl):
     path.write_text("question,label\n2+2=,4\n")
     names = {"question": "prompt", "label": "answer"}
     assert load_rows(str(path), columns=names)[0] == {"prompt": "2+2=", "answer": 4}
-    with pytest.warns(UserWarning, match="renames no 'question'"):  # it has the new names already
+    with pytest.warns(UserWarning, match="has no column 'question' to rename"):  # it has the new names already
         assert load_rows(str(jsonl), columns=names)[0] == ROWS[0]
 
 

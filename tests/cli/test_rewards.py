@@ -201,7 +201,7 @@ def test_a_column_that_the_rows_lack_is_one_error(examined, capsys):
         ('{"prompt": "a\u2028b", "completion": "4", "answer": "4"}\n\n', None),  # JSON allows that break in a text
         ('{"prompt": "a", "completion": 4}', "must hold rows with `prompt` and `completion`"),
         ("[1]", "must hold rows with `prompt` and `completion`"),
-        ('\n{"prompt"', "rows.jsonl, line 2, is no JSON"),
+        ('\n{"prompt"', "rows.jsonl, line 2, is not JSON"),
         ("\udce9", "rows.jsonl is no UTF-8 text"),
     ],
 )

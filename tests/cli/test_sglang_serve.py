@@ -80,7 +80,7 @@ def test_adapters_that_come_later_are_announced():
 
 def test_the_raw_logprobs_variable_is_dropped_with_a_note():
     notes = plan(parse(["m"], {}), {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"})[2]
-    assert any("set aside" in note for note in notes)
+    assert any("is ignored" in note for note in notes)
 
 
 @pytest.mark.parametrize(

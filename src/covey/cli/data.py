@@ -51,7 +51,7 @@ def load_rows(
             evidence = f"columns={columns}: dataset {spec!r} has no {missing[0]!r}; it has: {', '.join(there)}."
             raise CheckError.of("column-names", evidence)
         if idle := [old for old in columns if old not in there]:
-            evidence = f"columns={columns} renames no {idle[0]!r} in dataset {spec!r}: it has none."
+            evidence = f"columns={columns}: dataset {spec!r} has no column {idle[0]!r} to rename."
             report([Finding.warning("column-names", evidence)])
         columns = {old: new for old, new in columns.items() if old in there}
         if taken := [new for new in columns.values() if new in there and new not in columns]:
@@ -129,7 +129,7 @@ def _load_local(path: Path) -> Any:
     check_data_file(path)
     suffix = path.suffix.lower()
     if not path.is_dir() and suffix not in BUILDERS:
-        evidence = f"{str(path)!r} is no data file Covey reads; it reads: {', '.join(BUILDERS)}."
+        evidence = f"{str(path)!r} is not a data file that Covey reads; it reads: {', '.join(BUILDERS)}."
         raise CheckError.of("dataset-type", evidence)
     if path.is_file() and path.stat().st_size == 0:
         raise CheckError.of("dataset-empty", f"data file {str(path)!r} is empty.")

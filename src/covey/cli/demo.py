@@ -133,7 +133,7 @@ def sums(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def measure(trainer: Any, rows: list[dict[str, Any]], name: str, seed: int) -> dict[str, Any]:
-    """Accuracy over several samples of every row, with a 95% interval over clusters of a prompt."""
+    """Accuracy over several samples of every row, with a 95% bootstrap interval that resamples prompts."""
     from covey.rewards import numeric_match_reward
 
     prompts = [PromptSample(row, i, sample) for i, row in enumerate(rows) for sample in range(SAMPLES_PER_PROMPT)]

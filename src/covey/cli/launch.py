@@ -63,7 +63,7 @@ def find_config(name: str) -> Path:
 
 
 def _pass_on(number: int, frame: FrameType | None) -> None:
-    """Ask the training process to end; accelerate would leave it behind."""
+    """Ask the training process to end; accelerate alone would leave it running."""
     children = psutil.Process().children()
     for child in children:
         child.send_signal(number)

@@ -12,8 +12,8 @@ def diff() -> argparse.ArgumentParser:
         Find the first difference between two runs, and what explains it: `covey diff RUN RUN`.
 
         Prompts, completions, rewards and advantages are compared, one rollout batch after another; of runs with
-        record="tokens" tokens and log-probs as well. The settings, versions, rewards and template of the runs are named
-        that can have caused the difference. The exit status is 1 if the runs differ.""",
+        record="tokens" tokens and log-probs as well. Settings, versions, rewards and chat templates that differ are
+        named, as they can have caused it. The exit status is 1 if the runs differ.""",
     )
     parser.add_argument("runs", type=Path, nargs=2, metavar="RUN", help="output_dir of a run")
     return parser
@@ -40,12 +40,12 @@ def doctor() -> argparse.ArgumentParser:
         """\
         Find out why a run does not learn, before it is started or from its record, and prove it.
 
-        The exit status is 0 if everything was examined and no finding is an error, 1 if one is or something could not
-        be examined, 2 if nothing can be. A run's folder is read and not written to, except by --write.""",
+        The exit status is 0 if everything was examined without an error, 1 if there is an error or something could not
+        be examined, 2 if nothing can be examined. A run's folder is read and not written to, except by --write.""",
     )
     parser.add_argument("run", metavar="RUN", help="a run file with any of its settings (--field value), or output_dir")
     parser.add_argument("--json", action="store_true", help="print findings as JSON")
-    parser.add_argument("--seconds", type=float, default=75.0, help="for experiments (75)")
+    parser.add_argument("--seconds", type=float, default=75.0, help="seconds for experiments (75)")
     parser.add_argument("--write", action="store_true", help="write findings into the record, for `covey view`")
     return parser
 
@@ -80,7 +80,7 @@ def demo() -> argparse.ArgumentParser:
         sums before and after training.""",
     )
     parser.add_argument("--output_dir", default="runs/demo", help="Folder for the results.")
-    parser.add_argument("--seed", type=int, default=0, help="Of the data split, the sampling and the training.")
+    parser.add_argument("--seed", type=int, default=0, help="Seed of the data split, the sampling and the training.")
     parser.add_argument("--max_steps", type=int, default=16, help="Most optimizer steps.")
     parser.add_argument("--minutes", type=float, default=5.0, help="Most minutes of training; slow machines stop here.")
     return parser
@@ -100,35 +100,36 @@ def tinker_serve() -> argparse.ArgumentParser:
     add("--model", required=True, metavar="M", help="hub id or folder of the model")
     add("--as", dest="names", action="append", default=[], metavar="NAME", help="a further name that it answers to")
     add("--host", default="127.0.0.1", metavar="H", help="address to listen on (127.0.0.1); another one needs a key")
-    add("--port", type=int, metavar="N", help="(8010; with a command any that is free)")
+    add("--port", type=int, metavar="N", help="port to listen on (8010; with a command any that is free)")
     add(
         "--api-key", metavar="KEY", help="what clients must send, tml-...; better in TINKER_API_KEY (on 127.0.0.1: any)"
     )
-    add("--checkpoints", type=Path, default=Path("tinker-checkpoints"), metavar="DIR", help="(tinker-checkpoints)")
+    checkpoints = "folder for saved states (tinker-checkpoints)"
+    add("--checkpoints", type=Path, default=Path("tinker-checkpoints"), metavar="DIR", help=checkpoints)
     add(
         "--durable",
         type=int,
         nargs="?",
         const=1,
         metavar="N",
-        help="a server that is killed and started again continues: programs that wait notice nothing; weights are"
-        " written every N optimizer steps (1)",
+        help="continue the sessions of a server that was killed, once it is started again: programs that wait notice"
+        " nothing; weights are written every N optimizer steps (1)",
     )
     add("--max-clients", type=int, default=8, metavar="N", help="training clients at once (8)")
     add("--max-rank", type=int, default=128, metavar="R", help="largest rank of an adapter (128)")
     add("--max-tokens", type=int, metavar="N", help="most tokens of a sequence (those of the model's context)")
     add("--max-waiting", type=int, default=4096, metavar="N", help="requests of samples that may wait (4096)")
     add("--token-budget", type=int, default=2048, metavar="N", help="tokens of a micro-batch (2048): memory of a step")
-    add("--seed", type=int, default=0, metavar="S", help="of adapters and samples for which clients name none (0)")
+    add("--seed", type=int, default=0, metavar="S", help="seed of adapters and samples for which clients name none (0)")
     add("--device", metavar="D", help="cpu, cuda, ... (the model's)")
     add(
         "--substitute",
         action="append",
         default=[],
         metavar="OLD=NEW",
-        help="another loss in the place of one, such as stable_reinforce=importance_sampling",
+        help="compute another loss than clients name, such as stable_reinforce=importance_sampling",
     )
-    add("--log", type=Path, metavar="FILE", help="a line for each operation (the error stream)")
+    add("--log", type=Path, metavar="FILE", help="file for a line about each operation (the error stream)")
     return parser
 
 

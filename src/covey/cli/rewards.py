@@ -68,7 +68,7 @@ def _lines(path: Path) -> list[Row]:
         try:
             rows += [json.loads(line)] if line.strip() else []
         except ValueError as error:
-            raise ValueError(f"{path}, line {number}, is no JSON: {error}") from error
+            raise ValueError(f"{path}, line {number}, is not JSON: {error}") from error
     return rows
 
 
@@ -147,7 +147,7 @@ def examine(suite: RewardSuite, rows: list[Row]) -> list[tuple[str, str, str]]:
 
 
 def _holds_a_value(row: Row, prompt: str) -> bool:
-    """A value of another column stands in the prompt, as the answer to a question about a text does."""
+    """True if a value of another column stands in the prompt, as the answer to a question about a text does."""
     columns = (str(row[name]).strip() for name in row if name not in ("prompt", "completion"))
     return any(value and re.search(rf"(?<!\w){re.escape(value)}(?!\w)", prompt) for value in columns)
 

@@ -19,23 +19,24 @@ RUN_KEYS = {
     "model": "The model to train: a hub id or a folder.",
     "dataset": "Training prompts: a hub id, a json, jsonl, parquet or csv file, or a function without arguments that "
     "returns rows or a Dataset, as path/to/file.py:name.",
-    "sources": "Several data sets in the place of `dataset`, by name: each with `dataset`, `split`, `rows` (its first "
-    "ones alone) and settings of its own, as in {sums: {dataset: sums.jsonl, weight: 2}}.",
+    "sources": "Several data sets by name, instead of `dataset`: each with `dataset`, `split`, `rows` (so many, "
+    "from the first) and settings of its own, as in {sums: {dataset: sums.jsonl, weight: 2}}.",
     "dataset_split": "Split of the dataset to train on; a part of one as in `train[100:]`.",
     "columns": "Columns of the datasets to rename, as in {question: prompt, answer: solution}.",
     "system_prompt": "A system message before each prompt that has none; prompts of text become messages.",
-    "eval_dataset": "Evaluation prompts, given like `dataset`, or a mapping of names to such or suites with sampling "
-    "of their own, as in {hard: {dataset: hard.jsonl, num_generations: 8, pass_at: 8}}. Without it, no evaluation.",
+    "eval_dataset": "Evaluation prompts: given like `dataset`, or several by name, each like it or a suite with "
+    "sampling settings of its own, as in {hard: {dataset: hard.jsonl, num_generations: 8, pass_at: 8}}. Without it, no "
+    "evaluation.",
     "reward_funcs": "Reward functions: built-in names, import paths (package.module.function), model ids or folders.",
     "tools": "Functions that the model may call, each as path/to/file.py:name or package.module:name.",
     "rollout_func": "A function that runs rollouts in place of the built-in loop, named like a tool.",
-    "environment_factory": "A factory of the environments that rollouts act in, named like a tool, or a mapping of "
-    "names to such. With `max_steps` it needs no dataset.",
-    "agent": "A program that plays each rollout, as a command, or a function named like a tool: what it asks of "
-    "OPENAI_BASE_URL or ANTHROPIC_BASE_URL is sampled from the policy. With `max_steps` it needs no dataset.",
+    "environment_factory": "A factory of the environments that rollouts act in, named like a tool, or several "
+    "by name. With `max_steps` it needs no dataset.",
+    "agent": "A program that plays each rollout, as a command, or a function named like a tool: the policy "
+    "answers its requests to OPENAI_BASE_URL or ANTHROPIC_BASE_URL. With `max_steps` it needs no dataset.",
     "seats": "Opponents by name that rollout functions, games and programs play with, not trained: frozen, policy:n, "
     "{url: ..., model: ...} or a function, named like a tool.",
-    "eval_seats": "The same in evaluations, in the place of those of the same name.",
+    "eval_seats": "Seats in evaluations; each replaces the one of the same name.",
     "peft": "Train a LoRA adapter instead of all weights: arguments of peft.LoraConfig (a mapping or JSON).",
     "quantization": "Store the weights under an adapter in 4 or 8 bits: arguments of BitsAndBytesConfig. As in "
     "{load_in_4bit: true, bnb_4bit_compute_dtype: bfloat16}; needs `peft`.",

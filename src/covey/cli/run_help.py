@@ -11,8 +11,8 @@ INDENT = " " * 6
 EVALUATE = """\
 usage: covey eval --config run.yaml [--model FOLDER] [--field value ...]
 Samples and scores the eval_dataset of a run file without training; the file is that of `covey grpo`.
-Prints every estimate, and writes evaluation.json and evaluations/ into output_dir, for another model
-than the file's next to that model."""
+Prints every estimate, and writes evaluation.json into output_dir, or with --model into that folder.
+With export_completions it also writes evaluations/, the completions."""
 
 
 def usage(method: str) -> str:

@@ -20,7 +20,7 @@ OWN = ("--model", "--host", "--port", "--api-key", "--dry-run")  # flags of the 
 OWN_HELP = """\
   --model M        hub id or folder; may also stand first, without --model
   --host H         address to listen on (127.0.0.1); another one, 0.0.0.0 say, needs a key
-  --port N         ({port})
+  --port N         port to listen on ({port})
   --api-key KEY    what every request must carry; better in the environment variable {key}, which other
                    users of the machine cannot see
   --config FILE    YAML mapping of these flags and the server's; flags on the command line override it
@@ -66,6 +66,8 @@ class Backend:
 
 @dataclass
 class Request:
+    """Arguments of a command that starts a server."""
+
     model: str = ""
     host: str = "127.0.0.1"
     port: int = 8000
@@ -74,7 +76,7 @@ class Request:
     flags: list[str] = field(default_factory=list)  # for the server, with dashes, in the order given
 
     def command(self, program: list[str], defaults: Mapping[str, str | None]) -> list[str]:
-        """Words of a program with this address, the defaults of flags that are not given, and those that are."""
+        """Words of a program with this address, defaults of flags that are not given, and the flags that are."""
         words = [*program, "--host", self.host, "--port", str(self.port)]
         for name, value in defaults.items():
             if not self.has(name):
@@ -131,7 +133,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], backend: Backend) -> 
                     raise ValueError(f"{flag} needs a value after it; `covey {backend.package}-serve -h` shows how.")
                 value = words.pop(0)
             if flag == "--port" and not (value.isdigit() and 0 < int(value) < 65536):
-                raise ValueError(f"--port {value} is no port; give a number from 1 to 65535.")
+                raise ValueError(f"--port {value} must be a number from 1 to 65535.")
             setattr(request, flag[2:].replace("-", "_"), int(value) if flag == "--port" else value)
         elif flag[2:] in backend.switches and (equals or (words and words[0].lower() in ("true", "false"))):
             on = (value if equals else words.pop(0)).lower()
@@ -145,7 +147,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], backend: Backend) -> 
 
 
 def _check(request: Request, backend: Backend) -> None:
-    """Refuse a request without a model, for an open server without a key, or for other doors and keys."""
+    """Refuse a request without a model, one that other machines reach without a key, and flags for other ports or
+    keys."""
     if closed := next((flag for flag in request.flags if flag.startswith("--grpc")), None):
         raise ValueError(
             f"{closed} opens a server that asks for no key and that training does not speak to: leave it out."
@@ -184,7 +187,7 @@ def flags_of_file(path: str) -> list[str]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"--config {path}: {error}. Give a YAML file of flags, as in `model: my/model`.") from error
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
-        raise ValueError(f"--config {path} is no mapping of flags to values; write lines like `model: my/model`.")
+        raise ValueError(f"--config {path} must be a mapping of flags to values; write lines like `model: my/model`.")
     flags = []
     for name, value in found.items():
         dashed = name.replace("_", "-")

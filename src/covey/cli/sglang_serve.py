@@ -8,7 +8,7 @@ from covey.cli.serving import Backend, Plan, Request, serve
 from covey.engines.servers.sglang.launch import KEY, LOGPROBS, MODULE
 
 LORA_DEFAULTS: dict[str, str | None] = {"max-lora-rank": "64", "lora-target-modules": "all"}
-"""Required by a server that starts without an adapter, about adapters to come."""
+"""Flags about later adapters, which SGLang requires of a server that starts without one."""
 
 HELP = """\
 usage: covey sglang-serve --model M [--flag value ...]
@@ -47,7 +47,7 @@ def plan(request: Request, environ: Mapping[str, str]) -> Plan:
     program = [sys.executable, "-m", MODULE, "--model-path", request.model]
     defaults = LORA_DEFAULTS if request.has("enable-lora") else {}
     added = {KEY: request.api_key} if request.api_key else {}
-    aside = f"{LOGPROBS} is set aside: log-probs must be those at the sampling temperature"
+    aside = f"{LOGPROBS} is ignored: log-probs must be those at the sampling temperature"
     return request.command(program, defaults), added, [aside] if environ.get(LOGPROBS) else []
 
 

@@ -64,7 +64,7 @@ def evaluate(argv: Sequence[str]) -> int:
 
 
 def evaluated_in(flags: list[str]) -> list[str]:
-    """The flags, with an output_dir next to the model where they name a model: the run file's is of another run."""
+    """The flags, with the model's folder as output_dir if they name one: the run file's output_dir is another run's."""
     given = parse_flags(flags)
     model = given.get("model")
     if not isinstance(model, str) or "output_dir" in given or not os.access(model, os.W_OK):
@@ -73,7 +73,7 @@ def evaluated_in(flags: list[str]) -> list[str]:
 
 
 def step_of(model: Any) -> int:
-    """The step that a run had saved this model at: its completions are not those of the untrained model."""
+    """Optimizer steps that a model was trained for, by its trainer_state.json; 0 if it has none."""
     with suppress(OSError, ValueError, KeyError, TypeError):  # another library's file, or none
         return int(json.loads((Path(str(model)) / "trainer_state.json").read_text())["global_step"])
     return 0
@@ -176,9 +176,9 @@ def rewards(names: Sequence[Any]) -> list[Any]:
 
 
 def sources_of(run: RunConfig, functions: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Arguments of a trainer that are about sources: their data sets and settings, those of an evaluation too.
+    """Arguments of a trainer about sources, for an evaluation as well: their data sets and settings.
 
-    Functions are in the place of their names, one for each text; `functions` are known ones.
+    Names of reward functions are replaced by functions, each resolved once; `functions` are known ones by name.
     """
     from covey.cli.data import OF_THE_DATA, load_sources
 

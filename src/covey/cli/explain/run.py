@@ -51,6 +51,8 @@ SOLUTIONS = ("solution", "answer", "target", "label")  # columns that hold a cor
 
 @dataclass(frozen=True)
 class ModelPlan:
+    """The model of a run, known by its config; its weights are not loaded."""
+
     config: Any = None  # of transformers; None: unknown
     missing: str = "no model config was given"  # the reason for None
     peft: dict[str, Any] | None = None  # arguments of `peft.LoraConfig`, if an adapter is trained
@@ -222,6 +224,7 @@ def processed(processor: Any, config: Any, number: int, size: tuple[int, int]) -
 
 
 def check_start(run: RunConfig, algebra: BatchAlgebra) -> Start:
+    """Findings about the start of a run: what is missing, what would fail, and what only a start can check."""
     start = Start(missing=[name for name in run.needed if not getattr(run, name)])
     given = _check_data(run, start) | {"reward_funcs": [], "tools": []}
     for name in run.reward_funcs:
