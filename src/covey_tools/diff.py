@@ -96,6 +96,9 @@ OTHERS = ("output_dir", "logging_dir", "run_name", "record", "record_max_gb", "r
 
 @dataclass(frozen=True)
 class FirstDifference:
+    """The first place at which two records differ: the column of a rollout batch, its row and, in a column of tokens,
+    which token."""
+
     stage: Stage
     column: str
     step: int
@@ -119,7 +122,7 @@ def main(argv: Sequence[str]) -> int:
     difference = first_difference(first / FOLDER, second / FOLDER)
     bare = [str(run) for run, has in zip((first, second), tokens, strict=True) if not has and any(tokens)]
     in_texts = [
-        f"{run} has no tokens on record, so prompts, completions and rewards alone were compared." for run in bare
+        f"{run} has no tokens on record, so only prompts, completions and rewards were compared." for run in bare
     ]
     if difference is None:
         print("No difference: the runs recorded the same rollout batches." if not changes else "No difference so far.")

@@ -33,7 +33,7 @@ NOT_REPLAYED = (
     *("reward_timeout", "reward_isolation", "reward_funcs", "dataset", "dataset_split", "columns", "system_prompt"),
     *("eval_dataset", "tools", "rollout_func", "environment_factory", "agent"),
 )
-"""Settings of sampling and rewards, which a replay does neither of."""
+"""Settings of sampling and rewards: a replay reads both from the record."""
 
 
 class StopAfter(TrainerCallback):
@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
     best = trainer.args.load_best_model_at_end  # which the replay has not looked for
     same = weights_are_equal(given.run, output) if whole and not best else None
     if same is not None:
-        print(f"The weights are {'the same' if same else 'other ones'}.")
+        print(f"The weights are {'the same' if same else 'different'}.")
     print(f"look at both: covey view {shlex.quote(str(given.run))} {shlex.quote(str(output))}")
     differs = equal < len(both) or same is False
     return int(differs and not set(parse_flags(flags)) - set(OTHERS))

@@ -46,7 +46,7 @@ def test_other_weights_of_the_same_losses_are_a_difference(run, tmp_path, capsys
     saved = tmp_path / "run/model.safetensors"
     saved.write_bytes(saved.read_bytes()[:-1] + b"\0")
     assert replay(tmp_path / "run", tmp_path / "again") == 1
-    assert "4 of 4 logged steps" in (shown := capsys.readouterr().out) and "The weights are other ones." in shown
+    assert "4 of 4 logged steps" in (shown := capsys.readouterr().out) and "The weights are different." in shown
 
 
 def test_steps_begin_with_a_checkpoint_and_end_early(run, tmp_path, capsys):
@@ -60,7 +60,7 @@ def test_steps_begin_with_a_checkpoint_and_end_early(run, tmp_path, capsys):
 
 def test_another_learning_rate_differs_after_the_first_step(run, tmp_path, capsys):
     assert replay(run, tmp_path, "--learning_rate", "1e-3") == 0
-    assert "1 of 4 logged steps" in (shown := capsys.readouterr().out) and "The weights are other ones." in shown
+    assert "1 of 4 logged steps" in (shown := capsys.readouterr().out) and "The weights are different." in shown
 
 
 def test_a_run_that_was_interrupted_is_replayed_up_to_there(run, tmp_path, capsys):

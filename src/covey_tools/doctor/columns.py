@@ -98,7 +98,7 @@ def _unnamed(run: ExaminedRun) -> Iterator[Finding]:
 
 
 def _reads(run: ExaminedRun, name: str) -> bool:
-    """A function may take the column."""
+    """True if a function may take the column."""
     if not isinstance(run.base.samples[0].row[name], str | int | float | list | None):
         return False
     for _, function in _functions(run):
@@ -224,7 +224,7 @@ def _of_other_rows(run: ExaminedRun, name: str) -> Iterator[Finding]:
 
 
 def _is_above(other: torch.Tensor, own: torch.Tensor) -> bool:
-    """Rewards [P, G] are higher than others in prompt after prompt, by more than two standard errors."""
+    """True if rewards [P, G] are higher than others in prompt after prompt, by more than two standard errors."""
     gains = (other - own).nanmean(1)
     gains = gains[~gains.isnan()]
     return len(gains) > 1 and bool(gains.mean() > 2 * gains.std() / len(gains) ** 0.5)
@@ -297,7 +297,7 @@ def _of_other_classes(run: ExaminedRun, name: str, classes: Sequence[str]) -> Fi
 
 
 def _is_paired(run: ExaminedRun, name: str) -> bool:
-    """Completions get more with the column of their own row than with those of the other prompts."""
+    """True if completions get more with the column of their own row than with those of the other prompts."""
     base = run.base
     own, size, rows = base.totals, base.size, [sample.row for sample in base.samples]
     others = []

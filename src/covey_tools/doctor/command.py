@@ -1,7 +1,7 @@
 """`covey doctor`: find out why a run does not learn, before it is started or from its record, and prove it.
 
-The exit status is 0 if everything was examined and no finding is an error, 1 if one is or something could not be
-examined, 2 if nothing can be. A run's folder is read and not written to, except by --write.
+The exit status is 0 if everything was examined without an error, 1 if there is an error or something could not be
+examined, and 2 if nothing can be examined. A run's folder is read and not written to, except by --write.
 """
 
 import json

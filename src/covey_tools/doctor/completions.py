@@ -41,7 +41,7 @@ ERROR = re.compile(
     r"\b(?:error|exception|traceback|fail(?:ed|ure)?|unavailable|denied|forbidden|time[d ]*out|not found|refused)\b",
     re.I,
 )
-"""Words of answers that are none."""
+"""Words by which a tool's answer is taken for an error."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Experiment:
     fix: str
     base: SampleBatch
     batch: SampleBatch
-    suspected: bool = False  # something else than these completions speaks for it
+    suspected: bool = False  # other evidence than these completions supports it
     certain: bool = False  # the prompts alone prove it
     otherwise: str = ""  # advice where completions are not better
     masked: bool = False  # what is cut is left out of the loss, so that its share counts as well
@@ -111,9 +111,9 @@ class Experiment:
 
 
 def experiments(run: ExaminedRun) -> Iterator[Finding]:
-    """The best of all changes that make completions better; the others of them are its consequences."""
+    """The best of all changes that make completions better; the others are taken for its consequences."""
     longer = [*_longer(run)]
-    if paid := [one for one in longer if isinstance(one, Finding)]:  # for length: there is never enough of it
+    if paid := [one for one in longer if isinstance(one, Finding)]:  # for length: no limit would be enough
         yield from paid
         longer = []
     found = [*_ends(run), *_stopped(run), *_templates(run), *(one for one in longer if isinstance(one, Experiment))]
@@ -126,7 +126,7 @@ def experiments(run: ExaminedRun) -> Iterator[Finding]:
 
 
 def _all_masked(run: ExaminedRun) -> Finding:
-    """A loss over nothing, which no experiment need prove."""
+    """Error of a loss from which every completion is left out; it needs no experiment."""
     count = len(run.base.rollouts)
     return Finding(
         "completions-cut",

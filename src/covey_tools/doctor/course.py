@@ -109,7 +109,7 @@ def thirds(points: Sequence[Point]) -> tuple[Sequence[Point], Sequence[Point]]:
 
 
 def rose(points: Sequence[Point]) -> bool:
-    """The reward rose from the first to the last third by more than chance and a tenth of its range."""
+    """True if the reward rose from the first to the last third by more than chance and a tenth of its range."""
     points = [one for one in points if one.mean == one.mean]
     if len(points) < LEAST:
         return False
@@ -123,7 +123,7 @@ def rose(points: Sequence[Point]) -> bool:
 
 
 def fell(begin: Sequence[Point], end: Sequence[Point]) -> bool:
-    """The mean reward of groups fell by more than chance."""
+    """True if the mean reward of groups fell by more than chance."""
     first, last = (_groups(side) for side in (begin, end))
     error = (_variance(first) / len(first) + _variance(last) / len(last)) ** 0.5
     return fmean(first) - fmean(last) > max(2 * error, 1e-9)

@@ -38,6 +38,8 @@ MUCH = 1.0  # nats a token in one update, beyond which the policy is another one
 
 @dataclass(frozen=True)
 class TrialUpdate:
+    """Figures of an update that was tried and undone."""
+
     moved: float  # mean absolute change of the log-probs of the completions' tokens, in nats
     seconds: float  # of forward and backward pass and optimizer, for a rollout batch
     finite: bool
@@ -121,7 +123,7 @@ class Trials:
                     weight.copy_(value)
 
     def gradient(self) -> Tensor:
-        """Of the loss on the batch, with respect to all trained weights."""
+        """Gradient of the loss on the batch, with respect to all trained weights, as one vector in float32."""
         with quiet(), torch.enable_grad():
             self.trainer.updates.loss(self.trainer.model, self.batch, Plan([[self.batch]], training=False))[
                 0
@@ -221,7 +223,7 @@ def learning_rate(run: ExaminedRun) -> Iterator[Finding]:
 
 
 def scheduled(trainer: Any, steps: int) -> float:
-    """Mean of the learning rates of the first steps, as a share of `learning_rate`; a half where nothing tells it."""
+    """Mean of the learning rates of the first steps, as a share of `learning_rate`; 0.5 for unknown schedules."""
     trainer.lr_scheduler = None  # of no training yet
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     schedule = trainer.create_scheduler(max(steps, 1), optimizer)

@@ -65,7 +65,7 @@ def tokenizer_drift(run: ExaminedRun) -> Iterator[Finding]:
 
 
 def _is_trained(model: Any) -> bool:
-    """Norms have left the ones that they begin with, which no model without training has done."""
+    """True if some norm or bias is neither all ones nor all zeros, as a model begins with them."""
     norms = [weight for weight in model.parameters() if weight.dim() == 1]
     return any(bool((weight != 1).any() and (weight != 0).any()) for weight in norms)
 
@@ -164,7 +164,7 @@ def _longest_shared(text: str, shown: str) -> int:
 
 
 def _repair(run: ExaminedRun, rows: list[dict[str, Any]], lost: int) -> tuple[str, str]:
-    """The change that lets characters come back, tried."""
+    """A change with which fewer prompts lose characters, and its proof."""
     changes: list[tuple[str, Any]] = []
     if run.codec.chat_template_kwargs:
         plain = replace(run.codec, chat_template_kwargs=None)

@@ -56,14 +56,14 @@ ELSEWHERE = (
     *("save_", "load_best_model_at_end", "metric_for_best_model", "push_to_hub", "hub_", "resume_from_checkpoint"),
     *("deepspeed", "fsdp", "torch_compile", "logging_", "do_eval", "accelerator_config", "ddp_", "output_dir"),
 )
-"""Prefixes of settings that a second look at a run does without."""
+"""Prefixes of settings that are left out when the parts of a run are made again."""
 
 FIRST = 4  # rollout batches that are looked at together, as far as they have few prompts
 ALONE = (
     *("reward-failing", "signal-sparse", "groups-small", "reward-scale", "weights-frozen"),
     *("prompt-empty", "data-contradicts", "data-repeated", "answer-in-prompt"),
 )
-"""What is seen without experiments."""
+"""Causes that are found without experiments."""
 OF_THE_COURSE = ("collapse", "reward-lost")
 SLOW_TO_LEARN = (
     *("signal-sparse", "groups-small", "learning-rate-low", "reward-unreachable", "reward-saturated", "kl-scale"),
@@ -385,7 +385,7 @@ class PastRun:
 
     @property
     def has_fallen(self) -> bool:
-        """The reward fell from the first batch to the last third by more than chance; True where few are on record.
+        """True if the reward fell from the first batch to the last third by more than chance, or few are on record.
 
         The first batch was sampled before any update.
         """
@@ -393,7 +393,7 @@ class PastRun:
 
     @property
     def has_learned(self) -> bool:
-        """The reward rose from the first to the last third by more than chance and a tenth of its range."""
+        """True if the reward rose from the first to the last third by more than chance and a tenth of its range."""
         return course.rose(self.points)
 
 

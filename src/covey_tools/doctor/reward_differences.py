@@ -17,7 +17,7 @@ def flat(run: ExaminedRun) -> Iterator[Finding]:
     if not len(base.known):
         return
     if run.needs_calls and not any(one.calls for one in base.rollouts):
-        return  # texts call no tool, so they tell nothing of a reward that may be for calls: see `tools.calls`
+        return  # texts call no tool, so they tell nothing of a reward that may be for calls: see `completions.calls`
     if len(run.suite.names) > 1:
         if (cancelled := cancelling(base, run.suite.names)) is not None:
             yield cancelled
@@ -142,7 +142,7 @@ def _other_column(run: ExaminedRun, value: float) -> Finding | None:
 
 
 def _unreachable(run: ExaminedRun, value: float, best: tuple[float, float, str]) -> Iterator[Finding]:
-    """No sample gets more than the least; looked at further prompts, as a hard task has a hit now and then."""
+    """No sample gets more than the least, nor does one of further prompts, as a hard task has a hit now and then."""
     hits, further = _further(run)
     count = len(run.base.known) + further
     if hits:

@@ -28,7 +28,7 @@ FORMS = (
 """Ways to write an answer that rewards ask for."""
 
 WILDCARD = r"(?:(?<!\\)\[(?:\\.|[^\]\\])+\]|\\[dwS]|(?<!\\)\.)(?:[*+]\??|\{[\d,]+\})?"
-"""Of a pattern what an answer may stand for: `.*?`, `\\d+`, `[0-9.]*`."""
+"""Parts of a pattern in whose place an answer may stand: `.*?`, `\\d+`, `[0-9.]*`."""
 
 MOST_FURTHER = 256  # rows, or texts of a function's own constants, that are scored in addition
 TEXTS = ("", "?", "yes", "42", "I do not know.", "so " * 200, "AaZz 0123456789 .,;:!?()[]{}<>\"'\n" * 3)

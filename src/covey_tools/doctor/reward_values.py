@@ -98,7 +98,7 @@ def scale(run: ExaminedRun) -> Iterator[Finding]:
 
 
 def group_correlation(totals: Tensor, values: Tensor) -> float:
-    """Correlation within groups of two [P, G]."""
+    """Pearson's correlation of two tensors [P, G] after each group's mean is taken off."""
     one, two = centred(totals).nan_to_num().flatten(), centred(values).nan_to_num().flatten()
     return (one @ two / (one.norm() * two.norm()).clamp(min=1e-12)).item()
 
@@ -111,7 +111,7 @@ def sign(run: ExaminedRun) -> Iterator[Finding]:
     weights = run.weights.tolist()
     negative = [name for name, weight in zip(run.suite.names, weights, strict=True) if weight < 0]
     fix = (
-        f"Set reward_weights={[abs(weight) for weight in weights]}: that of {' and '.join(negative)} is negative."
+        f"Set reward_weights={[abs(weight) for weight in weights]}: the weight of {' and '.join(negative)} is negative."
         if negative
         else "Turn the reward's sign: a higher reward is a better one."
     )
@@ -125,7 +125,7 @@ def sign(run: ExaminedRun) -> Iterator[Finding]:
 
 
 def turned(run: ExaminedRun) -> list[str]:
-    """Of each of a few prompts the words in which a wrong answer gets more; nothing where one gets less, too."""
+    """For a few prompts, the words in which a wrong answer gets more than the right one; nothing if any gets less."""
     if not run.rescores or not len(run.base.known):
         return []
     shown: list[str] = []
@@ -154,7 +154,7 @@ def turned(run: ExaminedRun) -> list[str]:
 
 
 def length(run: ExaminedRun) -> Iterator[Finding]:
-    """Rewards that a text gets as well whose words are as many and as long, but without content."""
+    """Rewards that another text gets as well: one of as many words and of the same length, but without content."""
     found = paid_for_length(run, run.base) or _repeats(run)
     if found is not None:
         yield found

@@ -39,7 +39,7 @@ class Command:
                 f"{self!r}: `name` and `to` are names of variants, and `changes` is a mapping of settings."
             )
         if (self.to is not None or self.fresh) and self.kind != "clone":
-            raise ValueError(f"a new name and a fresh optimizer are those of a clone, not of `{self.kind}`.")
+            raise ValueError(f"`{self.kind}` takes no new name and no fresh optimizer: only `clone` does.")
         if self.changes and self.kind == "stop":
             raise ValueError(f"`stop` changes no settings, but was given {', '.join(self.changes)}. Use `change`.")
         check_public(self.changes)
@@ -66,7 +66,7 @@ def check_name(name: str, known: Sequence[str] = ()) -> None:
     usable = isinstance(name, str) and name.isprintable() and not set(" |/\\") & set(name)
     if not (usable and 0 < len(name.encode()) <= 200 and name[0] not in ".-") or name in OWN_FILES:
         raise ValueError(
-            f"a variant cannot be called {name!r}: its name is that of its folder, next to {', '.join(OWN_FILES)}. Use"
+            f"a variant cannot be called {name!r}: its folder has that name, next to {', '.join(OWN_FILES)}. Use"
             " letters and digits."
         )
     if name in known:

@@ -20,7 +20,7 @@ LINE_SECONDS = 10.0  # between two lines where there is no terminal, at least
 
 
 class StudyDisplay:
-    """A context manager; `hidden` shows nothing but what the study says when it is interrupted."""
+    """Shows a study's progress in the terminal while its context is entered; `hidden` shows interruptions only."""
 
     def __init__(
         self, console: Console | None = None, clock: Callable[[], float] = time.monotonic, hidden: bool = False

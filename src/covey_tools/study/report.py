@@ -40,7 +40,7 @@ class Difference:
 
     @property
     def is_real(self) -> bool:
-        """Zero is outside of the interval, which is wide enough for all comparisons at once."""
+        """True if zero lies outside of the interval, which is wide enough for all comparisons at once."""
         return self.high < 0 or self.low > 0
 
 

@@ -239,11 +239,11 @@ class Study:
                     self._asked.append(Command("stop", variant.name))
         for variant in self._live():
             if variant.turn is not None and variant.turn.pending is None:
-                self._go_on(variant)  # it begins, and samples with the others at once, as after a kill
+                self._proceed(variant)  # it begins, and samples with the others at once, as after a kill
         self._display.doing(f"sampling for {len(self._live())} variants")
         for name, outcome in self._sample().items():
             self._display.doing(f"training {name}")
-            self._go_on(self.variants[name], outcome)
+            self._proceed(self.variants[name], outcome)
         if not self._cut or any(variant.must_save for variant in self._live()):
             due = self._evaluated() > evaluated and self._page.is_due
             write_report(self.folder, self.round, self.variants, self._page if due else None)
@@ -417,9 +417,9 @@ class Study:
             return step % self.eval_steps == 0
         return step in (self.eval_steps or ())
 
-    def _go_on(self, variant: Variant, outcome: Any = None) -> None:
+    def _proceed(self, variant: Variant, outcome: Any = None) -> None:
         assert variant.turn is not None, "it is live"
-        variant.turn.go_on(outcome)
+        variant.turn.proceed(outcome)
         return_freed_memory()  # threads have heaps of their own
         if variant.turn.ended:
             self._end(variant, variant.turn.error)
@@ -467,7 +467,7 @@ class Study:
         return outcomes
 
     def _lost(self, name: str, outcomes: Mapping[str, Any]) -> PartnerLost:
-        """Why a player cannot continue, by what has become of those that it plays with."""
+        """Why a player cannot continue: which of the players at its table have ended or failed."""
         assert self.table is not None, "checked"
         others = [self.variants[one] for one in self.table.variants if one != name]
         ended = [

@@ -35,7 +35,7 @@ class Turn:
     def ended(self) -> bool:
         return self._thread.ident is not None and self.pending is None
 
-    def go_on(self, outcome: Any = None) -> None:
+    def proceed(self, outcome: Any = None) -> None:
         """Run the work, with what it waited for (a value, or an error to raise), until it pauses again or ends."""
         outside = shared_state()
         set_shared_state(self._shared)
@@ -52,7 +52,7 @@ class Turn:
         """Unwind paused work."""
         if self.pending is not None:
             self.pending.close()
-            self.go_on(Cancelled())
+            self.proceed(Cancelled())
 
     def wait_for(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Block the trainer's thread until the study has run a coroutine; return its result."""

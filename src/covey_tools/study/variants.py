@@ -100,15 +100,16 @@ def settings_of(
     check_public(changes)
     if given := [name for name in ("eval_strategy", "eval_steps") if values.get(name, "no") not in ("no", None)]:
         raise CheckError.of(
-            "study-setting", f"`{given[0]}` is that of the study: give it `eval_steps` and `eval_dataset`."
+            "study-setting", f"`{given[0]}` is set for the study as a whole: give it `eval_steps` and `eval_dataset`."
         )
     if "output_dir" in changes:
         raise CheckError.of(
-            "study-setting", "`output_dir` is that of the study: each variant has a folder in it, by its name."
+            "study-setting",
+            "`output_dir` is set for the study as a whole: each variant has a folder of its name in it.",
         )
     if values.get("save_strategy", "no") != "no" or "save_steps" in values:
         raise CheckError.of(
-            "study-setting", "`save_strategy` and `save_steps` are those of the study: give it `save_rounds`."
+            "study-setting", "`save_strategy` and `save_steps` are replaced by `save_rounds` of the study."
         )
     for name in changes:
         of_all = name in OF_ALL or _names_server(name)
@@ -172,7 +173,7 @@ def settings_of(
 
 
 def field_of(setting: str) -> str:
-    """The field's name now, of a setting by its old or its new name."""
+    """The field's present name, for a setting by its present or an earlier name."""
     return (ALIASES[setting].new if setting in ALIASES else None) or setting
 
 

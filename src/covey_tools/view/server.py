@@ -1,4 +1,4 @@
-"""Server of the page: on this machine alone, for requests that name it, and reading only."""
+"""Server of the page: reached from this machine only, and reading only, except for commands to a study."""
 
 import asyncio
 import json
@@ -82,7 +82,10 @@ def application(runs: list[RecordedRun], study: Callable[[], Any] = lambda: None
 
 @web.middleware
 async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer requests that name this machine: a foreign page whose name was made to lead here names itself."""
+    """Answer only requests whose Host and Origin name this machine.
+
+    The page of another site, whose name was made to resolve to this machine (DNS rebinding), sends its own name.
+    """
     name = request.host.rpartition(":")[0] or request.host
     origin = request.headers.get("Origin")
     if name not in NAMES or (origin is not None and origin != f"http://{request.host}"):

@@ -242,8 +242,8 @@ def test_a_study_of_a_file_is_driven_from_the_command_line(tiny_folder, tmp_path
         ({"peft": {"init_lora_weights": "pissa"}}, "'pissa' changes weights of the model, which all variants share"),
         ({"learning_rat": 1}, "learning_rat"),
         ({"save_steps": 5}, "save_rounds"),
-        ({"eval_steps": 5}, "`eval_steps` is that of the study"),
-        ({"output_dir": "elsewhere"}, "each variant has a folder in it"),
+        ({"eval_steps": 5}, "`eval_steps` is set for the study as a whole"),
+        ({"output_dir": "elsewhere"}, "each variant has a folder of its name"),
         ({"max_concurrent_completions": 2}, "share one model and engine"),
         ({"save_only_model": True}, "from whole checkpoints"),
         ({"eval_on_start": True}, "`eval_steps` of the study"),
@@ -337,7 +337,7 @@ def test_a_study_that_has_ended_takes_no_command(tmp_path):
 
 def test_only_a_clone_has_a_new_name_and_optimizer():
     for further in ({"to": "b"}, {"fresh": True}):
-        with pytest.raises(ValueError, match="those of a clone, not of `change`"):
+        with pytest.raises(ValueError, match="`change` takes no new name"):
             Command("change", "a", {"beta": 0.1}, **further)
 
 
@@ -415,9 +415,9 @@ def test_a_command_acts_once_where_variants_take_turns(tmp_path, monkeypatch):
 
     def play_round():
         if made.round == 0:  # b samples for its step while a evaluates
-            made._go_on(made.variants["a"])
+            made._proceed(made.variants["a"])
             [outcome] = made._sample().values()
-            made._go_on(made.variants["a"], outcome)
+            made._proceed(made.variants["a"], outcome)
         if made.round == asked:
             commands.send(tmp_path, commands.Command("clone", "a"))
         play()
