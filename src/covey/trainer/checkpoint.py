@@ -150,8 +150,7 @@ class Checkpointer:
 
     def load_method_state(self, state: dict[str, Any]) -> None:
         for name, part in self.parts.items():
-            if name in state:  # earlier checkpoints hold fewer counts
-                part.load_state_dict(state[name])
+            part.load_state_dict(state[name])
 
     def _state(self, checkpoint: str) -> dict[str, Any] | None:
         """This process's state in a checkpoint; None if it holds weights alone."""
@@ -167,11 +166,11 @@ class Checkpointer:
         changed = resuming.adapter_changes(checkpoint, policy)
         resuming.check_adapter(checkpoint, changed)
         if (state := self._state(checkpoint)) is not None:
-            settings = (run.get("settings", {}) for run in (state.get("run", {}), self.described()))
+            settings = (run["settings"] for run in (state["run"], self.described()))
             resuming.check_same_sizes(checkpoint, state["batches"], self._binding_sizes())
-            resuming.check_same_sharding(checkpoint, state.get("sharding"), self.run.sharding.name)
+            resuming.check_same_sharding(checkpoint, state["sharding"], self.run.sharding.name)
             resuming.check_same_optimizer(checkpoint, *settings)
-            resuming.check_same_trained(checkpoint, state.get("trained"), self.trained, changed)
+            resuming.check_same_trained(checkpoint, state["trained"], self.trained, changed)
 
     @cached_property
     def trained(self) -> list[str]:
@@ -195,14 +194,14 @@ class Checkpointer:
                 " another program): the run continues from the weights, with a fresh rollout batch and fresh counters.",
             )
             return
-        resuming.check_same_frozen(checkpoint, state.get("frozen"), self.frozen, has_adapter(policy))
+        resuming.check_same_frozen(checkpoint, state["frozen"], self.frozen, has_adapter(policy))
         resuming.warn_of_uncompared(checkpoint, policy)
         self.load_method_state(state["method"])
         changed, described = resuming.adapter_changes(checkpoint, policy), self.described()
         if self.run.args.replay_from is not None:  # data and rewards are the recorded ones
             settings = {name: text for name, text in described["settings"].items() if name != "replay_from"}
-            described = {**state.get("run", {}), "settings": settings}
-        changes = resuming.changes_since(state.get("run", {}), described, changed)
+            described = {**state["run"], "settings": settings}
+        changes = resuming.changes_since(state["run"], described, changed)
         if changes and self.run.args.should_log:
             warn(f"since {checkpoint!r} was saved, this run has changed. {' '.join(changes)}")
 
@@ -308,9 +307,9 @@ def _warn_of_earlier_run(folder: Path, args: Any, checkpoints: list[str], begins
         found = [*found, "its record, which is kept next to the new one"]
     if found:
         warn(
-            f"output_dir={str(folder)!r} holds files of an earlier run: {', '.join(found)}. This run replaces those of"
-            " its own steps and keeps the others, which save_total_limit does not count. Resuming from the latest"
-            " checkpoint may take one of the earlier run. Choose another output_dir to keep runs apart.",
+            f"output_dir={str(folder)!r} holds files of an earlier run: {', '.join(found)}. This run replaces"
+            " files of its own steps and keeps the others, which save_total_limit does not count. Resuming from the"
+            " latest checkpoint may take one of the earlier run. Choose another output_dir to keep runs apart.",
         )
 
 
@@ -326,7 +325,7 @@ def superfluous_checkpoints(
 
 
 def numbered_checkpoints(run_dir: str, others: Collection[str] = ()) -> list[Path]:
-    """Folders of checkpoints in the order of their steps, without those of these names."""
+    """Folders of checkpoints in the order of their steps, without the names in `others`."""
     found = [path for path in Path(run_dir).glob("checkpoint-*") if path.name[11:].isdecimal() and path.is_dir()]
     return sorted((path for path in found if path.name not in others), key=lambda path: int(path.name[11:]))
 

@@ -197,7 +197,7 @@ class BehaviourScorer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["reference"] is not None and self.reference is not None:
             self.reference.load_state_dict(state["reference"])
-        if self.teachers is not None and state.get("teachers"):  # none in earlier checkpoints
+        if self.teachers is not None and state.get("teachers"):  # the checkpoint's run may have had none
             self.teachers.load_state_dict(state["teachers"])
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from covey.config.algebra import BatchAlgebra
 from covey.core.model import unwrapped
 from covey.data.sources import Sources
 from covey.policy.adapters import adapter_config, base_model, has_adapter
@@ -75,8 +74,7 @@ def _shown(value: Any) -> str:
 def changes_since(saved: Described, current: Described, adapter: Changed) -> list[str]:
     """Sentences on what has changed and whether it takes effect, as far as both runs were described."""
     was, now = (
-        run.get("settings", {})
-        | {f"peft_config.{key}": texts[which] for key, texts in adapter.items() if key not in SELECTING}
+        run["settings"] | {f"peft_config.{key}": texts[which] for key, texts in adapter.items() if key not in SELECTING}
         for which, run in enumerate((saved, current))
     )
     held = OF_THE_OPTIMIZER | {name for name in now if name.startswith("peft_config.init")}
@@ -95,11 +93,11 @@ def changes_since(saved: Described, current: Described, adapter: Changed) -> lis
             f"Has no effect: {', '.join(idle)}, as the checkpoint holds it. For another value begin a new run from the"
             " weights, with the checkpoint as `model`."
         )
-    was, now = saved.get("dataset", {}), current.get("dataset", {})
+    was, now = saved["dataset"], current["dataset"]
     if was and now and was != now:
         size = f"{was['rows']} rows, now {now['rows']}" if was["rows"] != now["rows"] else "as many rows, other content"
         sentences.append(f"Takes effect: another dataset ({size}); the run continues at the same row.")
-    was = saved.get("rewards", now := current.get("rewards", {}))
+    was, now = saved["rewards"], current["rewards"]
     if names := sorted(name for name in was | now if was.get(name) != now.get(name)):
         sentences.append(f"Takes effect: other reward functions ({', '.join(names)}).")
     return sentences
@@ -170,10 +168,8 @@ def check_kind(checkpoint: str, adapter: bool) -> None:
 
 
 def check_same_sizes(checkpoint: str, saved: dict[str, int], current: dict[str, int]) -> None:
-    """Raise ValueError for other batch sizes; a size that the checkpoint does not know had its default then."""
-    defaults: dict[str, Any] = {one.name: one.default for one in dataclasses.fields(BatchAlgebra)}
-    saved = {**{name: defaults[name] for name in current if name in defaults}, **saved}
-    changed = [f"{name}={saved.get(name)} (now {value})" for name, value in current.items() if saved.get(name) != value]
+    """Raise ValueError for other batch sizes."""
+    changed = [f"{name}={saved[name]} (now {value})" for name, value in current.items() if saved[name] != value]
     if changed:
         raise ValueError(
             f"{checkpoint!r} was made with {', '.join(changed)}: its buffered completions and its place in the data do"
@@ -182,8 +178,8 @@ def check_same_sizes(checkpoint: str, saved: dict[str, int], current: dict[str, 
         )
 
 
-def check_same_sharding(checkpoint: str, saved: str | None, current: str) -> None:
-    if saved is None or saved == current:  # none in earlier checkpoints
+def check_same_sharding(checkpoint: str, saved: str, current: str) -> None:
+    if saved == current:
         return
     was, now = (name or "whole weights in each process" for name in (saved, current))
     raise ValueError(
@@ -217,9 +213,9 @@ def follow_schedule(scheduler: Any) -> None:
     scheduler._last_lr = rates
 
 
-def check_same_trained(checkpoint: str, saved: Sequence[str] | None, current: Sequence[str], changed: Changed) -> None:
+def check_same_trained(checkpoint: str, saved: Sequence[str], current: Sequence[str], changed: Changed) -> None:
     """Raise ValueError if the names of trained weights differ, as loading ignores a weight that one model lacks."""
-    if saved is None or saved == current:  # none in earlier checkpoints
+    if saved == current:
         return
     others = sorted({*saved} ^ {*current})
     settings = f" The adapter's settings were {_listed(changed, changed)}." if changed else ""
@@ -231,7 +227,7 @@ def check_same_trained(checkpoint: str, saved: Sequence[str] | None, current: Se
 
 def check_same_frozen(checkpoint: str, saved: Sample | None, current: Sample, adapter: bool) -> None:
     """Raise ValueError for another base than the adapter was trained on, or another reference of the KL penalty."""
-    if not saved or not current:  # none in earlier checkpoints, and nothing is frozen without an adapter or reference
+    if not saved or not current:  # no weights are frozen, or the reference had moved when it was saved
         return
     names = sorted(saved.keys() | current.keys())
     others = [name for name in names if not _same(saved.get(name), current.get(name))]

@@ -136,7 +136,7 @@ class Study:
                 ends.append(settings_of(self.common, changes, self.folder / name)[2].max_steps)
             if self.eval_rows and "reward_funcs" in changes and not (reward_funcs or self.common.get("reward_funcs")):
                 raise ValueError(
-                    f"{name} has rewards of its own, and variants are compared by those of the study: give"
+                    f"{name} has rewards of its own, and variants are compared by the study's rewards: give"
                     " `reward_funcs` for all, or leave `eval_dataset` out."
                 )
         evaluated = eval_steps if isinstance(eval_steps, list | tuple) else [eval_steps]
@@ -509,7 +509,7 @@ class Study:
         self._check_same(state, resume)
         self.round = state["round"]
         self._requested = [*(Command(**one) for one in state["requested"]), *self._requested]
-        for name in state.get("taken", ()):  # carried out before the kill
+        for name in state["taken"]:  # carried out before the kill
             (self.folder / commands.QUEUE / name).unlink(missing_ok=True)
         given, self.variants = self.variants, {name: Variant(**one) for name, one in state["variants"].items()}
         for variant in self.variants.values():
@@ -527,7 +527,7 @@ class Study:
         if self.table is not None and len({*steps.values()}) > 1:
             taken = ", ".join(f"{name} {step}" for name, step in steps.items())
             raise ValueError(
-                f"players of a table continue from the same step, and those of {self.folder} took {taken}."
+                f"all players of a table must continue from the same step; in {self.folder} they took {taken} steps."
             )
 
     def _check_same(self, state: Mapping[str, Any], resume: bool) -> None:
@@ -535,7 +535,7 @@ class Study:
         first = {name: one for name, one in state["variants"].items() if one["parent"] is None}
         own = {name: as_json(one.changes) for name, one in self.variants.items()}
         own |= {name: first[name]["changes"] for name in first.keys() & own.keys() if resume or first[name]["history"]}
-        base = state.get("base", self._base)  # of older releases there is none
+        base = state["base"]
         default = TRAINERS[self._base.get("method", "grpo")].config_class
         names = {*base, *self._base} - {*MAY_DIFFER}
         there, here = (
