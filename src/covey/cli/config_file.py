@@ -67,7 +67,7 @@ class RunConfig:
         return ["model"] if self.args.max_steps > 0 else ["model", *data]
 
     def missing(self, *names: str) -> Iterator[Finding]:
-        """Errors of those keys that the run must name and does not."""
+        """An error for each of the keys `names` that the run does not set."""
         for name in names:
             if not getattr(self, name):
                 yield Finding.error(

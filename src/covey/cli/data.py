@@ -33,7 +33,7 @@ def load_rows(
     """A `datasets.Dataset` with at least one row and a `prompt` column, of a file, a folder, a function or a hub id.
 
     An id may name a configuration after a colon: `openai/gsm8k:main`. A split may be sliced: `train[:1000]`; None takes
-    the first of `EVAL_SPLITS` that exists. A single file is all `train`. `columns` are new names by those of the data.
+    the first of `EVAL_SPLITS` that exists. A single file is all `train`. `columns` maps names in the data to new ones.
     """
     if is_function(spec):
         loaded = _call(spec)

@@ -499,8 +499,8 @@ def resolve_arguments(cls: Any, known: list[str], keywords: Mapping[str, Any]) -
 def refuse_hooks(kind: type) -> None:
     """Raise TypeError for a class that overrides a method that is never called, also by assignment.
 
-    The class would train without the change that its author wrote. A method that only calls the original, and those of
-    `NOT_NEEDED`, are warned about.
+    The class would train without the change that its author wrote. A method that only calls the original, or that
+    `NOT_NEEDED` names, is warned about.
     """
     members = [member for one in kind.__mro__ for member in vars(one).items()]
     own = (*OWN, "transformers")

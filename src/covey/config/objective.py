@@ -57,7 +57,7 @@ class RewardFields:
     """Weight of the advantages of whole completions."""
     step_discount: float = limited(1.0, ge=0, le=1, advice="1.0 counts every later step in full.")
     """Discount per step of later steps' advantages: the tokens of a step get the step's own advantage, plus
-    step_discount times the next one's, plus step_discount squared times that of the one after, and so on."""
+    step_discount times the next step's, plus step_discount squared times the advantage of the step after, and so on."""
     step_baseline: str = limited("group", choices=COMPARED_WITH)
     """Steps that a step's reward is compared with: `group`, all steps of the group's other completions; `turn`, those
     with the same number (first steps with first steps)."""

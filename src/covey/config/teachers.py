@@ -145,7 +145,7 @@ def teachers_name_tokens(args: Args) -> Iterator[Finding]:
 
 
 def teachers_credit_tokens(args: Args) -> Iterator[Finding]:
-    """The gap is an advantage of each token, which some losses replace by that of the completion."""
+    """The teacher's gap is an advantage of each token; some losses use one advantage for a whole completion."""
     shares = args.importance_sampling_level == "sequence" and not LOSS_TYPES[args.loss_type].credits_tokens
     shares = shares and LOSS_TYPES[args.loss_type].ratio_level is None
     if args.teacher is not None and args.teacher_loss == "advantage" and (args.loss_type == "gmpo" or shares):

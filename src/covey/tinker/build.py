@@ -148,7 +148,7 @@ def serve(
         checkpoints: folder for saved states.
         host, port: address to listen at; port 0 is any that is free.
         key: what clients send as TINKER_API_KEY; None for any on this machine.
-        settings: limits and the like; its `names` are those of the model.
+        settings: limits and the like; its `names` are the names that the model answers to.
         options: `token_budget`, `max_tokens`, `device`, `tokenizer`, `durable`, `log` and `say` of `opened`.
 
     Raises:

@@ -79,7 +79,9 @@ class Settings:
     max_rank: int = 128
     max_waiting: int = 4096  # requests of samples that wait
     seed: int = 0
-    substitute: Mapping[str, str] = field(default_factory=dict)  # losses by the names of those that they replace
+    substitute: Mapping[str, str] = field(
+        default_factory=dict
+    )  # from the name of a loss that is asked for to the one that is used
     patience: float = PATIENCE
     client_config: Mapping[str, Any] = field(default_factory=dict)  # flags that are sent to clients
 
@@ -808,7 +810,7 @@ class TinkerService:
 
 
 def substitutions(given: list[str]) -> dict[str, str]:
-    """Losses by the names of those that they replace, from texts `OLD=NEW`; Refusal for unknown names."""
+    """Names of losses that are used, by the name that is asked for, from texts `OLD=NEW`; Refusal for unknown names."""
     found = {}
     for text in given:
         old, _, new = text.partition("=")

@@ -54,7 +54,7 @@ class Worker:
         )
         self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._waiting: deque[_Waiting] = deque()
-        self._first = self._last = 0.0  # times of arrival of those that wait
+        self._first = self._last = 0.0  # times of arrival of the first and the last request that waits
         self._closed = False
         self._threads = torch.get_num_threads()
         self._started = threading.Event()

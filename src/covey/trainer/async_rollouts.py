@@ -45,7 +45,7 @@ class InFlightBatch:
     stream: RewardStream = field(default_factory=RewardStream)  # of rollouts as they end; empty in a resumed run
 
     def rollouts(self) -> list[Rollout]:
-        """The finished rollouts. Those for which the engine gives no weight versions get that of the launch."""
+        """The finished rollouts; their weight version is the launch's where the engine gives none."""
         return [
             one if one.versions is not None else replace(one, versions=[self.version] * len(one.completion_ids))
             for one in self.work.result()
@@ -59,7 +59,7 @@ class InFlightBatch:
         values = (item for one in rollouts or () for item in one.items())
         if odd := next(filter(None, (unsaveable_part(value, name) for name, value in values)), None):
             warnings.warn(
-                "what was sampled ahead is not in the checkpoint and is sampled again by a run that continues from it:"
+                "rollouts sampled ahead are not in the checkpoint, and a run that continues from it samples them again:"
                 f" a rollout's {odd}, and checkpoints hold numbers, text, tensors, and lists and dictionaries of them.",
                 stacklevel=2,
             )

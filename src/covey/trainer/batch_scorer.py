@@ -30,7 +30,7 @@ class BatchScorer:
     _layouts_agree: bool = field(default=False, init=False)
 
     def logprobs(self, model: Any, batch: TrainBatch, rows: int | None = None) -> Tensor:
-        """Log-probs [N] without gradient, in nominal micro-batches of `rows` completions; None: those of evaluation."""
+        """Log-probs [N] without gradient, in nominal micro-batches of `rows` completions; None: as in evaluations."""
         return self.values(model, batch, lambda part: self.scorer(model, part).logprobs, rows)
 
     def with_entropy(self, model: Any, batch: TrainBatch) -> tuple[Tensor, list[dict[str, Stat]]]:
@@ -50,7 +50,7 @@ class BatchScorer:
     ) -> tuple[Tensor, TrainBatch, list[dict[str, Stat]]]:
         """Log-probs [N] without gradient, the batch with the experts that the model sent its tokens to, and entropies.
 
-        A prompt of several micro-batches has the routes of the first of them. Entropies are those of `with_entropy`.
+        A prompt of several micro-batches has the routes of the first of them. Entropies are as in `with_entropy`.
         """
         measured: list[dict[str, Stat]] = []
         prompts: dict[tuple[int, ...], Tensor] = {}

@@ -503,7 +503,7 @@ def _check_reshaping(args: OnlineConfig, extra: dict[str, Any]) -> Iterator[Find
 
 
 def build_rewards(run: Run, collector: Collector, reward_funcs: Any, processing_classes: Any) -> RewardSuite:
-    """All reward functions behind one call, those of environments included; CheckError where nothing rewards."""
+    """All reward functions behind one call, also rewards of environments; CheckError where nothing rewards."""
     args, player = run.args, collector.spec and collector.spec.play
     plan = reward_plan(reward_funcs, args.reward_weights, processing_classes, player, run.sources)
     report(check_reward_sources(plan, run.sources, args))

@@ -392,7 +392,7 @@ class RewardPlan:
 def reward_plan(
     functions: Any, weights: Any, processing_classes: Any, player: Any, sources: Sources | None = None
 ) -> RewardPlan:
-    """The run's functions, then those of its sources alone, then the environments' own where they have any.
+    """The run's functions, then functions that only its sources name, then the environments' own where they have any.
 
     Functions without a given weight have weight 1.
     """
@@ -416,7 +416,7 @@ def reward_plan(
 
 
 def _routes(functions: list[Any], sources: Sources, of_run: int) -> Routes:
-    """Functions by source: those of the run, the first ones, score rows of sources without functions of their own."""
+    """Functions by source: the first `of_run`, the run's, score rows of sources without functions of their own."""
     scored_by: list[set[str] | None] = [
         None if isinstance(one, EnvironmentReward) else {""} if number < of_run else set()
         for number, one in enumerate(functions)

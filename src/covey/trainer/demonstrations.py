@@ -1,6 +1,6 @@
 """Demonstrations: rows of a dataset whose completions the policy learns to predict, some of them in each step.
 
-They are rollouts without a sampled token that join those of a step when it is planned, so that packing, splits and
+They are rollouts without a sampled token that join a step's rollouts when it is planned, so that packing, splits and
 processes treat them alike. The seed and the number of a step decide which ones it has.
 """
 
@@ -31,13 +31,13 @@ READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "cs
 
 @dataclass(frozen=True, eq=False)
 class Demonstrations:
-    """The demonstrations of a run, and those of each of its steps."""
+    """The demonstrations of a run, and which of them each step trains on."""
 
     rollouts: Sequence[Rollout]  # whose completions are to be predicted
     per_step: int  # in each optimizer step, over all processes
     seed: int
     processes: int
-    weighting: Weighting  # as that of the loss
+    weighting: Weighting  # of tokens, as in the loss
     rows: int  # of a nominal micro-batch
     max_completion_length: int | None
 
@@ -113,7 +113,7 @@ def _without(batch: TrainBatch) -> TrainBatch:
 
 
 def _padded(index: RolloutIndex, scales: Sequence[torch.Tensor]) -> Iterator[tuple[str, Any]]:
-    """Weights of an index, which replace those of its batch, with the demonstrations' put before them."""
+    """Weights of the rollouts of an index, with weights of the demonstrations put before them."""
     scale = torch.cat([one.cpu() for one in scales])
     zeros = torch.zeros_like(scale)
     for name in ("weights", "entropy_weights"):

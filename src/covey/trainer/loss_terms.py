@@ -95,7 +95,7 @@ def choose_tokens(
 class ExpertBalance:
     """The load-balancing loss of a run: one for each optimizer step, however the step is cut into micro-batches.
 
-    Each expert's share of tokens must be that of the whole step, so a step of several micro-batches or processes is run
+    It needs each expert's share of the tokens of the whole step, so a step of several micro-batches or processes is run
     forward once more without its head, before its first micro-batch. The formula is in `covey.policy.moe`.
     """
 
@@ -147,7 +147,7 @@ class StepBalance:
     share: float  # of a whole accumulation window
     rows: int  # rollouts of this process
     survey: Callable[[], RouterLoads]  # the loads of the whole step
-    whole: RouterLoads | None  # these; None while they are those of the only micro-batch
+    whole: RouterLoads | None  # what `survey` returned; None if the only micro-batch has the loads of the whole step
 
     def __call__(self, loads: RouterLoads, rows: int) -> Tensor:
         """Contribution of a micro-batch of `rows` rollouts to the optimizer step's loss, before the coefficient."""

@@ -382,6 +382,6 @@ def spread(micro_batches: list[TrainBatch], micro_steps: int) -> list[list[Train
 
 
 def micro_batch_tokens(tokens: Tensor, rows: int) -> Tensor:
-    """Trained tokens [B] of the nominal micro-batch (`rows` rollouts) of each rollout, from those of each rollout
-    [B]."""
+    """Trained tokens [B] of the nominal micro-batch (`rows` rollouts) that each rollout is in; `tokens` [B]: its
+    own."""
     return torch.cat([part.sum().expand(len(part)) for part in tokens.split(rows)])

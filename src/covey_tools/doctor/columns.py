@@ -258,9 +258,9 @@ def _shifted(run: ExaminedRun, name: str) -> Finding | None:
     return Finding(
         "data-columns",
         "error",
-        f"the column {name!r} belongs to other rows: after a prompt the model expects that of the row {where}, and its"
-        f" own no more than any other ({sure[best]:.1f} and {sure[FAR]:.1f} standard errors above the mean).",
-        f"Make the dataset so that {name!r} is of the same row as the prompt; now it is that of the row {where}.",
+        f"the column {name!r} belongs to other rows: after a prompt the model expects the value of the row {where}, and"
+        f" its own value no more than any other ({sure[best]:.1f} and {sure[FAR]:.1f} standard errors above the mean).",
+        f"Make the dataset so that {name!r} is of the same row as the prompt; now it is of the row {where}.",
         f"By the probabilities of {len(ways)} answers after each of {block} prompts.",
     )
 
@@ -297,7 +297,7 @@ def _of_other_classes(run: ExaminedRun, name: str, classes: Sequence[str]) -> Fi
 
 
 def _is_paired(run: ExaminedRun, name: str) -> bool:
-    """True if completions get more with the column of their own row than with those of the other prompts."""
+    """True if completions get more with the column of their own row than with the columns of other prompts."""
     base = run.base
     own, size, rows = base.totals, base.size, [sample.row for sample in base.samples]
     others = []

@@ -233,7 +233,7 @@ def temperature(run: ExaminedRun) -> Iterator[Finding]:
 
 
 def _different(batch: SampleBatch) -> float:
-    """Share of the completions of a group that no earlier one equals, of those that could be."""
+    """Share of completions that differ from all earlier ones of their group; the first of each group is not counted."""
     texts, size = batch.texts, batch.size
     groups = [texts[start : start + size] for start in range(0, len(texts), size)]
     return sum(len(set(group)) - 1 for group in groups) / (len(groups) * (size - 1))
@@ -306,7 +306,7 @@ def _templates(run: ExaminedRun) -> Iterator[Experiment]:
                 f"Written as {name}, whose control tokens the tokenizer has,",
                 f"the model reads {shown[-80:]!r}, without the control tokens of {name} that its tokenizer has"
                 + (f"; {foreign!r} is no control token of it." if foreign else "."),
-                f"Set the tokenizer's chat_template to that of the model ({name}).",
+                f"Set the tokenizer's chat_template to the model's ({name}).",
                 base,
                 run.again(encode=_as_conversation(replace(run.codec, tokenizer=tokenizer))),
                 suspected=bool(foreign) or chat,

@@ -262,7 +262,7 @@ def _lost(points: Sequence[Point], args: Any) -> Finding | None:
     )
     if args.shuffle_dataset is False and not rows[0] & rows[1]:
         fix = "Set shuffle_dataset=True: the last rows of the dataset are harder than the first."
-        return Finding("reward-lost", "error", evidence, fix, "No row of the first batches is among those of the last.")
+        return Finding("reward-lost", "error", evidence, fix, "No row of the first batches comes again in the last.")
     return Finding(
         "reward-lost",
         "error",

@@ -101,7 +101,7 @@ def repeated(run: ExaminedRun) -> Iterator[Finding]:
 
 
 def order(run: ExaminedRun) -> Iterator[Finding]:
-    """Samples of the first and the last rows that an unshuffled run reads, and of those that it does not reach."""
+    """Samples of the first and the last rows that an unshuffled run reads, and of the rows that it does not reach."""
     args = run.args
     chosen = args.shuffle_dataset or args.prompt_sampler != "uniform"
     if not hasattr(run.rows, "__len__") or isinstance(run.rows, Sources) or chosen:
@@ -196,7 +196,7 @@ def evaluation(run: ExaminedRun) -> Iterator[Finding]:
             yield Finding(
                 "eval-differs",
                 "warning",
-                f"prompts of {called} have another system message than those of the training data: {shown[0]}, and"
+                f"prompts of {called} have another system message than the training data's: {shown[0]}, and"
                 f" {shown[1]} there.",
                 "Give both the same (`system_prompt` of a run file does), unless the difference is what is measured.",
                 f"None of {len(theirs)} system messages of the evaluation is among {len(ours)} of the training data.",

@@ -29,9 +29,9 @@ LITTLE = 0.02  # nats a token over a whole run, below which nothing is learnt
 PENALTIES = ("presence_penalty", "frequency_penalty", "no_repeat_ngram_size")  # of generation_kwargs
 DIFFERING = 0.01  # share of (token, layer) pairs with other experts in engine and trainer; rounding of float32: 1e-4
 ROUTED = 4  # prompts whose completions' experts are compared
-SURPRISE = 0.1  # nats a token by which samples are less probable than those of the policy
+SURPRISE = 0.1  # nats a token by which samples are less probable than the policy's own
 HIGHEST = 0.1  # learning rate of Adam that is ever proposed: it moves each weight by about as much in a step
-OUTWEIGHS = 2.0  # gradient of a bonus, in that of the reward, from which on the reward says little
+OUTWEIGHS = 2.0  # ratio of a bonus's gradient to the reward's, from which on the reward has little effect
 FULL, USUAL_DECAY = 0.95, 0.01  # share of the weights that is all but all of them; a weight decay that costs nothing
 MUCH = 1.0  # nats a token in one update, beyond which the policy is another one
 
@@ -289,7 +289,7 @@ def _too_high(run: ExaminedRun, trials: Trials, one: TrialUpdate) -> Iterator[Fi
 
 
 def kl_scale(run: ExaminedRun) -> Iterator[Finding]:
-    """The distance from the reference at which the penalty's gradient is as large as that of the reward."""
+    """The distance from the reference at which the penalty's gradient is as large as the reward's."""
     args = run.args
     if not args.beta:
         return
@@ -336,8 +336,8 @@ def bonus_scale(run: ExaminedRun) -> Iterator[Finding]:
     yield Finding(
         "kl-scale",
         "error" if ratio > 4 * OUTWEIGHS else "warning",
-        f"the gradient of the entropy bonus (entropy_coef={coef:g}) is {ratio:.3g} times as large as that of the"
-        " reward: updates make completions more random, whatever is paid.",
+        f"the gradient of the entropy bonus (entropy_coef={coef:g}) is {ratio:.3g} times as large as the"
+        " reward's: updates make completions more random, whatever is paid.",
         f"Set entropy_coef={better:g}, or entropy_coef=0.",
         f"On the same completions, with entropy_coef={better:g} it is {ratio * better / coef:.2g} times as large.",
         Effect(ratio, ratio * better / coef, higher_is_better=False),
@@ -515,7 +515,7 @@ def _stale(run: ExaminedRun, gap: float) -> Iterator[Finding]:
     yield Finding(
         "engine-mismatch",
         "error",
-        "the engine samples with stale weights: log-probs of the last rollout batch are those of the untrained"
+        "the engine samples with stale weights: log-probs of the last rollout batch fit the untrained"
         f" policy (a gap of {still:.2g} nats).",
         "Look at the engine's log: it does not take the weights that it is sent, or takes them for another model.",
         f"A single update changes log-probs by {moved:.2g} nats; scored with the weights before all updates, the gap of"

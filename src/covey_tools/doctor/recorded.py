@@ -139,7 +139,7 @@ def warned(run: Path) -> Iterator[Finding]:
 
 
 def frozen(read: "PastRun") -> Iterator[Finding]:
-    """Few trained weights, by the counts of the record, where they are not those of an adapter."""
+    """Few trained weights, by the counts of the record, though no adapter is trained."""
     model = read.described.get("model", {})
     trained, weights = model.get("trained"), model.get("weights")
     if model.get("adapter") or not weights or trained is None or trained > FEW_TRAINED * weights:
@@ -167,10 +167,10 @@ def unmoved(read: "PastRun", examined: ExaminedRun) -> Iterator[Finding]:
     yield Finding(
         "weights-frozen",
         "error",
-        f"the weights in {str(read.run)!r} are those of {str(start)!r}, bit by bit, after {len(read.metrics)} logs with"
-        f" gradient norms of up to {max(norms):.3g}: the updates did not stay.",
+        f"the weights in {str(read.run)!r} equal those in {str(start)!r}, bit by bit, after {len(read.metrics)} logs"
+        f" with gradient norms of up to {max(norms):.3g}: the updates did not stay.",
         "Look for what copies or loads weights while the run trains: a callback, an average, a reset of the model; and"
-        " that the optimizer's parameters are those of the model that is saved.",
+        " check that the optimizer updates the parameters of the model that is saved.",
         f"{compared} tensors were compared. A single update at learning_rate={examined.args.learning_rate:g} changes"
         f" log-probs by {moved:.2g} nats a token.",
     )

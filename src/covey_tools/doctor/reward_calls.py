@@ -137,7 +137,7 @@ def _late(run: ExaminedRun, evidence: str) -> Finding:
 
 
 def slow(run: ExaminedRun) -> Iterator[Finding]:
-    """Seconds of rewards for a rollout batch, next to those of sampling and of an update."""
+    """Seconds of rewards for a rollout batch, compared with the seconds of sampling and of an update."""
     base = run.base
     count, algebra = len(base.rollouts), run.trainer.run.algebra
     factor = algebra.generation_batch_size / count
@@ -199,7 +199,7 @@ def order(run: ExaminedRun) -> Iterator[Finding]:
         fix = "Let it judge a completion by itself and by its own row: pair lists with zip, without global positions."
     elif parted > count / 4 and parted > 2:
         evidence = f"called on one half of {count} completions after the other, rewards of {parted} change."
-        fix = "Compare a completion with those of its own prompt at most, not with a whole batch."
+        fix = "Compare a completion only with other completions of its prompt, not with a whole batch."
     else:
         return
     varied = torch.stack([first, again, back, halves]).double().std(0).mean().item()

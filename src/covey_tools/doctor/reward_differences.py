@@ -57,7 +57,7 @@ def flat(run: ExaminedRun) -> Iterator[Finding]:
             "error" if base.signal(run.group) < 0.1 else "warning",
             f"{share:.0%} of the completions get {value:g}, the most there is, before any training.",
             "Take harder prompts, or a stricter reward that grades among good completions.",
-            f"Texts without an answer get down to {lowest:g}, so the reward works; none of those tried gets more.",
+            f"Texts without an answer get down to {lowest:g}, so the reward works; no text that was tried gets more.",
         )
     elif share == 1.0 and best[1] > value:
         yield from _unreachable(run, value, best)
@@ -101,7 +101,7 @@ def _flat_functions(run: ExaminedRun) -> Iterator[Finding]:
                 f"{name} works: the text {best[2][:80]!r} gets {best[1]:g}.",
             )
         elif lowest < value - 1e-6:
-            proof = f"Texts without an answer get down to {lowest:g} from it; none of those tried gets more."
+            proof = f"Texts without an answer get down to {lowest:g} from it; no text that was tried gets more."
             yield Finding("reward-saturated", "note", evidence, f"{name} has nothing left to teach.", proof)
         else:
             proof = f"Any text gets the same from it: {other} others were tried for each of {len(tried)} prompts."

@@ -82,7 +82,7 @@ def _restart(study: "Study", variant: Variant, command: Command) -> None:
 
 
 def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with later ones; those of `peft` are put together."""
+    """The settings `old`, overridden by `new`; the keys of `peft` are merged in the same way."""
     adapter = {**(old.get("peft") or {}), **(new.get("peft") or {})}
     return {**old, **new, **({"peft": adapter} if adapter else {})}
 

@@ -59,7 +59,7 @@ KEPT = 3  # checkpoints of a variant, as the last one that all variants have mus
 SHAPES = ("seed", *(one.name for kind in (GenerationFields, AgentFields) for one in fields(kind)))  # of rollouts
 LEARNING = {"per_device_train_batch_size", "gradient_accumulation_steps", "advantages", "pass_at_k"} | {
     one.name for kind in (BatchFields, EntropyFields, KLFields, LossFields, PromptFields) for one in fields(kind)
-}  # settings that evaluations do not read, and that may fit those of the variants only
+}  # not read by evaluations; they need to fit a variant's settings only
 PARTS = ("tools", "rollout_func", "environment_factory", "agent")
 
 
@@ -75,7 +75,7 @@ class Variant:
     step: int = 0  # optimizer steps taken
     checkpoint: str | None = None  # its last, relative to the study's folder
     resumed_at: int = -1  # step of its last `resume`; halving compares it at later ones
-    adopts: bool = False  # settings of the optimizer are the config's, not those of the checkpoint
+    adopts: bool = False  # settings of the optimizer are the config's, not the checkpoint's
     history: list[str] = field(default_factory=list)  # what was done to it, with the step
     evaluations: dict[int, list[float]] = field(default_factory=dict)  # step: mean reward of each evaluation prompt
     curve: list[dict[str, float]] = field(default_factory=list)  # logged metrics

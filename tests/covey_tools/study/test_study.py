@@ -541,7 +541,7 @@ def test_rows_to_compare_on_are_asked_for(tmp_path):
         study(tmp_path, {"a": {}}, eval_steps=2)
     with pytest.raises(ValueError, match="give `eval_steps`"):
         study(tmp_path, {"a": {}}, eval_dataset=tiny.rows(2), halving=Halving())
-    with pytest.raises(ValueError, match="compared by those of the study"):
+    with pytest.raises(ValueError, match="compared by the study's rewards"):
         own = {"a": {"reward_funcs": "tests.support.runs:digits"}}
         study(tmp_path, own, eval_dataset=tiny.rows(2), reward_funcs=None)
     with pytest.raises(ValueError, match="eval_steps=0 must be a whole number"):

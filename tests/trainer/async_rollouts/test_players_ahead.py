@@ -124,7 +124,7 @@ def test_what_a_checkpoint_cannot_hold_is_sampled_again(tmp_path):
         return rollout
 
     saved = play(tmp_path, keeps, 2, save_strategy="steps", save_steps=3)
-    with pytest.warns(UserWarning, match=r"is sampled again .*a rollout's extras\['score'\] is a Score"):
+    with pytest.warns(UserWarning, match=r"samples them again: a rollout's extras\['score'\] is a Score"):
         saved.train()
     resumed = play(tmp_path, keeps, 2)
     found = noted(resumed)

@@ -34,13 +34,13 @@ class RolloutIndex:
     groups: Tensor  # [B] int64, the prompt that each rollout continues: an index into `prompt_lengths`
     prompt_lengths: Tensor  # [P] int64
     prompt_keys: Tensor  # [P, 2] int64, hash of each prompt's tokens, and of its routes
-    # [B] float32, weights of each rollout's learned tokens in place of those in the batch
+    # [B] float32, weights of each rollout's learned tokens, used instead of the batch's
     weights: Tensor | None = None
     entropy_weights: Tensor | None = None
     strands: Tensor | None = None  # [B, 4] int64, `strand_sizes`, or 0 of processes without strands
     sources: Tensor | None = None  # [B] int64, index of the source of each rollout; None in a run without
     term_tokens: dict[str, Tensor] = field(default_factory=dict)  # [B] int64, tokens of each term of the loss
-    term_scales: dict[str, Tensor] = field(default_factory=dict)  # [B] float32, in place of those in the batch
+    term_scales: dict[str, Tensor] = field(default_factory=dict)  # [B] float32, used instead of the batch's
     skipped_tokens: int = 0  # learned tokens of rollouts that were dropped
     skipped_rows: int = 0  # dropped rollouts that have learned tokens
 

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @runtime_checkable
 class SharedServers(Protocol):
-    """An engine whose servers are those of every process: one process sends, the others learn of it."""
+    """An engine whose servers all processes share: one process sends the weights, the others learn of it."""
 
     def held(self) -> AbstractContextManager[None]: ...  # on every process: within it no request begins
 

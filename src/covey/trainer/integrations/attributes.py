@@ -95,7 +95,7 @@ NOT_CALLED = {
 
 
 class OpenWindow(dict[str, list[float]]):
-    """Values by name since the last log; a script may append to those of names of its own."""
+    """Values by name since the last log; a script may append values under names of its own."""
 
     def __init__(self, metrics: MetricLog, mode: str):
         super().__init__({name: Appended(metrics, mode, name, value) for name, value in metrics.so_far(mode).items()})

@@ -38,7 +38,7 @@ def hyperparameter_search(
     """Train with `n_trials` settings and return the best. Collective.
 
     Trials write into `output_dir/run-N`. Each evaluation is reported to optuna, which may end the trial
-    (`pruner=...`). The objective is that of the last evaluation; a trial without any is evaluated at its end.
+    (`pruner=...`). The last evaluation gives the objective; a trial without any is evaluated at its end.
 
     Args:
         hp_space: from an `optuna.Trial` to config fields and their values; learning rates from 1e-7 to 1e-5 if
@@ -53,7 +53,7 @@ def hyperparameter_search(
 
     Returns:
         The best run, or the best ones where there are several numbers; the study is its `run_summary`. Processes
-        other than the first get that of the first, without the study.
+        other than the first get the same result, without the study.
 
     Raises:
         ImportError: optuna is not installed.
