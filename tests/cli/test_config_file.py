@@ -183,9 +183,9 @@ def test_missing_keys_are_named():
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("run.yaml", "beta: 0.1".encode("utf-16"), "no UTF-8 text"),
-        ("run.yaml", "# café\nbeta: 0.1".encode("latin-1"), "no UTF-8 text"),
-        ("run.json", b'{"beta": 0.1, "beta": 0.2}', "`beta` is there twice"),
+        ("run.yaml", "beta: 0.1".encode("utf-16"), "not UTF-8 text"),
+        ("run.yaml", "# café\nbeta: 0.1".encode("latin-1"), "not UTF-8 text"),
+        ("run.json", b'{"beta": 0.1, "beta": 0.2}', "`beta` is a duplicate key"),
         ("run.yaml", b"output_dir: 2024-01-01", "output_dir: 2024-01-01 is read as a date"),
         ("run.yaml", b"output_dir: 7", "put it in quotes"),
         ("run.yaml", b"model: a\nmodel_name_or_path: b", "two names of one setting"),

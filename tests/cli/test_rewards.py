@@ -202,7 +202,7 @@ def test_a_column_that_the_rows_lack_is_one_error(examined, capsys):
         ('{"prompt": "a", "completion": 4}', "must hold rows with `prompt` and `completion`"),
         ("[1]", "must hold rows with `prompt` and `completion`"),
         ('\n{"prompt"', "rows.jsonl, line 2, is not JSON"),
-        ("\udce9", "rows.jsonl is no UTF-8 text"),
+        ("\udce9", "rows.jsonl is not UTF-8 text"),
     ],
 )
 def test_lines_are_read_as_json_lines(tmp_path, capsys, text, error):

@@ -218,7 +218,7 @@ def test_json_that_cannot_be_read_shows_no_secret():
 
 
 def test_a_name_given_twice_in_json_is_refused():
-    with pytest.raises(ValueError, match=r"generation_kwargs=.*`top_p` is there twice"):
+    with pytest.raises(ValueError, match=r"generation_kwargs=.*`top_p` is a duplicate key"):
         GRPOConfig(output_dir="unused", generation_kwargs='{"top_p": 0.5, "top_p": 0.9}')
 
 

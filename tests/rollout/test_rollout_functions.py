@@ -178,7 +178,7 @@ def test_an_engine_error_ends_the_batch_even_if_it_is_caught():
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"completion_ids": [5, 1000]}, "token 1000 of a rollout is no token of the model"),
+        ({"completion_ids": [5, 1000]}, "token 1000 of a rollout is not in the model's vocabulary"),
         ({"completion_ids": [5, True]}, "token True of a rollout"),
         ({"prompt_ids": []}, "an empty prompt"),
         ({"logprobs": [float("nan"), 0.0]}, "log-probs that are not finite"),

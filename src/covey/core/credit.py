@@ -55,7 +55,7 @@ class CreditMix:
 def gather_steps(steps: Sequence[Sequence[tuple[int, float | None]]], lengths: Sequence[int]) -> Steps:
     """Flatten one list of `(last token, reward)` per completion, in any order; None or NaN abstains.
 
-    ValueError for an end that is no token of its completion, or an infinite reward.
+    ValueError for an end outside of its completion, or an infinite reward.
     """
     found: list[tuple[int, int, int, float]] = []
     for row, (pairs, length) in enumerate(zip(steps, lengths, strict=True)):

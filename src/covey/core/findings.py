@@ -209,7 +209,7 @@ DIAGNOSED = {
     "prompt-round-trip": Code(DATA, "prompts lose text or control tokens when they are encoded"),
     "template": Code(DATA, "prompts do not follow the model's chat format"),
     "never-ends": Code(RUNNING, "completions do not end, although there is room"),
-    "weights-frozen": Code(MODEL, "hardly any weight is trained, or weights are not updated"),
+    "weights-frozen": Code(MODEL, "hardly any weight is trained, or weights are put back"),
     "reward-length": Code(RUNNING, "the reward depends only on length"),
     "reward-repeats": Code(RUNNING, "repetition is rewarded"),
     "completions-cut": Code(RUNNING, "max_completion_length is too small"),

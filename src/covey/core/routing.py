@@ -229,6 +229,6 @@ def check_routing(model: Any, given: str) -> Routing:
         evidence = f"{given}: the routers of {name_of(model)} ({', '.join(others)}) are not supported."
         fix = "Leave routing_replay unset, or add their class to `ROUTERS` in covey.core.routing."
     else:
-        evidence = f"{given}: {name_of(model)} is no mixture of experts, so there are no routes to replay."
+        evidence = f"{given}: {name_of(model)} is not a mixture of experts, so there are no routes to replay."
         fix = "Leave routing_replay unset; it is for mixtures of experts (Mixtral, Qwen3-MoE, OLMoE, gpt-oss, ...)."
     raise CheckError.of("model-routes", evidence, fix)

@@ -146,7 +146,7 @@ def to_json(messages: Sequence[dict[str, Any]]) -> str:
     """Messages as JSON; an image becomes an object with its size, and content that JSON cannot hold becomes text."""
     try:
         return json.dumps(list(messages), ensure_ascii=False, default=_plain)
-    except (TypeError, ValueError, RecursionError):  # keys that are no text, or a cyclic message
+    except (TypeError, ValueError, RecursionError):  # keys other than text, or a cyclic message
         plain = [{"role": str(m.get("role")), "content": content_text(m.get("content"))} for m in messages]
         return json.dumps(plain, ensure_ascii=False)
 

@@ -251,7 +251,7 @@ def as_dtype(dtype: Any) -> torch.dtype | str:
     if not isinstance(named, torch.dtype) or not named.is_floating_point:
         raise CheckError.of(
             "model-dtype",
-            f"dtype={dtype!r} in `model_init_kwargs` is no floating-point type.",
+            f"dtype={dtype!r} in `model_init_kwargs` is not a floating-point type.",
             "Choose one of: float32, bfloat16, float16, auto.",
         )
     return named
@@ -271,7 +271,7 @@ def _why_not_loaded(name: str, init_kwargs: dict[str, Any], error: Exception) ->
             " folder of a model that AutoModelForCausalLM loads, and arguments that it takes."
         )
     return (
-        f"model={name!r} is no folder here, and as a hub id it could not be loaded: {reason} Check its revision and its"
+        f"model={name!r} is not a local folder, and could not be loaded as a hub id: {reason} Check revision and"
         " files on the hub; without a network, give a folder."
     )
 
@@ -371,7 +371,7 @@ def _check_has_parts(model: Any, frozen: Collection[str]) -> Iterator[Finding]:
     if not sees_images(model.config):
         yield Finding.error(
             "model-part",
-            f"{named}: {type(model).__name__} is no vision-language model, so it has no such part.",
+            f"{named}: {type(model).__name__} is not a vision-language model, so it has no such part.",
             "Leave it at False; to train a few weights of a language model, use `peft_config`.",
         )
     if hasattr(model, "peft_config"):

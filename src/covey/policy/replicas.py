@@ -127,7 +127,7 @@ def frozen_sample(model: Any) -> Sample:
 
 def _few(weight: Tensor) -> Tensor:
     few = weight.flatten()[:: max(1, weight.numel() // 8)].to("cpu", torch.float32)
-    return few.clone()  # torch saves the whole of what a view is of
+    return few.clone()  # torch would save the whole tensor of a view
 
 
 def _trained_shards(policy: Any) -> dict[str, Tensor]:

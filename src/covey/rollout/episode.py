@@ -375,7 +375,9 @@ class Episode:
             self._turn_start = len(self.completion_ids)
             self.messages.append({"role": "assistant", "content": ""})
         self._append(completion.token_ids, train, {name: getattr(completion, name) for name in PER_TOKEN})
-        if completion.routes is not None:  # those of the whole request: of earlier turns, and of what was written since
+        if (
+            completion.routes is not None
+        ):  # routes of the whole request: of earlier turns, and of messages written since
             self.routes = continued(self.routes, completion.routes)
         if completion.token_ids:
             self.turn_ends = [*(self.turn_ends[:-1] if continues else self.turn_ends), len(self.completion_ids) - 1]
@@ -442,7 +444,7 @@ class Episode:
     def _refuse_while_sampling(self, action: str) -> None:
         if self._sampling:
             raise ValueError(
-                f"a turn of this episode is being sampled, so nothing else can be {action} meanwhile: await it first,"
+                f"a turn of this episode is being sampled, so nothing else can be {action} now: await it first,"
                 " or `fork()` the episode for every branch."
             )
 

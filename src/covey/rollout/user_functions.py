@@ -179,7 +179,7 @@ class RolloutValidator:
         ids = [*rollout.prompt_ids, *rollout.completion_ids]
         wrong = next((one for one in ids if type(one) is not int or not 0 <= one < self.vocabulary), None)
         if wrong is not None:
-            raise RolloutError(f"token {wrong!r} of a rollout is no token of the model, which has {self.vocabulary}.")
+            raise RolloutError(f"token {wrong!r} of a rollout is not in the model's vocabulary of {self.vocabulary}.")
         if not rollout.prompt_ids:
             raise RolloutError("a rollout has an empty prompt; its prompt_ids need one token at least.")
         if rollout.role and not re.fullmatch(r"[\w.-]+", rollout.role):

@@ -98,7 +98,7 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object; ValueError for a duplicate key, of which Python would silently take the last."""
     names = [name for name, _ in pairs]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"`{twice}` is there twice. Leave one out.")
+        raise ValueError(f"`{twice}` is a duplicate key. Leave one out.")
     return dict(pairs)
 
 
@@ -108,7 +108,7 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{path} is no UTF-8 text ({error.reason} at byte {error.start}): save it as UTF-8."
+            f"{path} is not UTF-8 text ({error.reason} at byte {error.start}): save it as UTF-8."
         ) from error
 
 
@@ -216,7 +216,7 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            with suppress(OSError):  # the folder has gone, or is read-only by now: what was raised says so
+            with suppress(OSError):  # the folder was removed or became read-only; the first error says so
                 if _is_at(file.fileno(), path):
                     path.unlink()
 

@@ -55,11 +55,11 @@ def look_up(name: str, kind: Kind = "model", *, called: str = "", **location: An
             return True
         because, known_missing = reason
         if known_missing and not cached:
-            raise NotFound(f"{called} is no folder here, and {because}.{proposal} Check the spelling.")
+            raise NotFound(f"{called} is not a local folder, and {because}.{proposal} Check the spelling.")
     if cached:
         return False
     raise NotFound(
-        f"{called} is no folder here and was not downloaded before, and {because}.{proposal} Give a folder,"
+        f"{called} is neither a local folder nor an earlier download, and {because}.{proposal} Give a folder,"
         " or the id of a download."
     )
 

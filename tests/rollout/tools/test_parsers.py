@@ -390,7 +390,7 @@ def test_a_text_without_a_type_is_what_the_schema_asks_for(text, schema, value):
         ("gemma", "```tool_code\nf(a=1+1)\n```", "expected '\\)', found '\\+1'|cannot read"),
         ("gemma", "```tool_code\nf(a=g(b=1))\n```", "expressions are not computed"),
         ("gemma", f"```tool_code\nf(a={'[' * 99})\n```", "too deeply"),
-        ("gemma", "```tool_code\nf(a='\\ud800')\n```", "is no character"),
+        ("gemma", "```tool_code\nf(a='\\ud800')\n```", "is not a character"),
         ("gemma", "```tool_code\nf(a='''x\n```", "not closed|ends"),
         ("deepseek", "<｜tool▁call▁begin｜>f {}<｜tool▁call▁end｜>", "there is no"),
         ("deepseek", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{<｜tool▁call▁end｜>", "arguments of f are no JSON"),

@@ -80,7 +80,7 @@ class RewardSocket:
         try:
             return float(self._text)
         except ValueError as error:
-            raise EnvironmentFailed("the agent wrote a reward that is no number to COVEY_REWARD_FD") from error
+            raise EnvironmentFailed("the agent wrote something other than a number to COVEY_REWARD_FD") from error
 
     def _receive(self) -> None:
         """Read the messages that have arrived; the last one counts."""

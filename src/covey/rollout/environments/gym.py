@@ -75,8 +75,8 @@ class GymEnvironment:
             environment = self.make()
         if self.parse is None and type(environment.action_space).__name__ != "Text":
             raise ValueError(
-                f"text is no action of {environment.action_space}. Give actions={{'left': 0, ...}} with a word for each"
-                " action, or parse=function from text to an action."
+                f"text is not an action of {environment.action_space}. Give actions={{'left': 0, ...}} with a word"
+                " for each action, or parse=function from text to an action."
             )
         return GymText(environment, self.parse or str.strip, self.show, self.invalid_reward)
 

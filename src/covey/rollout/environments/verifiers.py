@@ -122,7 +122,7 @@ class VerifiersEnvironment:
         number = row.get("task")
         if not isinstance(number, int) or number < 0 or len(self._first(number + 1)) <= number:
             raise EnvironmentFailed(
-                f"the row's 'task' is {number!r}, which is no task of the taskset; take the rows from `dataset(size)`"
+                f"the row's 'task' is {number!r}, which the taskset does not have; take rows from `dataset(size)`"
             )
         return self._tasks[number]
 

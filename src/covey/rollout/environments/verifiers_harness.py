@@ -42,7 +42,7 @@ class ConversationHarness(Harness[HarnessConfig]):
         mcp_urls: dict[str, str],
         data: TaskData,
     ) -> ProgramResult:
-        """Send one request. A conversation that is full ends here, which is no error."""
+        """Send one request. A conversation that has reached the context's end is finished here without an error."""
         if mcp_urls:
             raise ValueError(
                 f"the task offers tools ({', '.join(mcp_urls)}), which need a harness that calls them: harness='null'."

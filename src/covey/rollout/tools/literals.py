@@ -185,7 +185,7 @@ def _unescape(found: re.Match[str]) -> str:
     if len(code) > 1:
         number = int(code[1:], 16)
         if 0xD800 <= number <= 0xDFFF or number > 0x10FFFF:
-            raise _NotationError(f"{found[0]} is no character")
+            raise _NotationError(f"{found[0]} is not a character")
         return chr(number)
     return _ESCAPES.get(code, found[0])
 

@@ -28,7 +28,7 @@ def command(
     """
     kind, _, index = device.partition(":")
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
-        raise ValueError(f"sglang_device={device!r} is no device to start a server on: write cuda:1, or cpu.")
+        raise ValueError(f"sglang_device={device!r} is not a device to start a server on: write cuda:1, or cpu.")
     words = [sys.executable, "-m", MODULE, "--model-path", model, "--host", "127.0.0.1", "--port", str(port)]
     added = {}
     if kind == "cpu":

@@ -121,12 +121,12 @@ def unpack(manifest: dict[str, Any], data: Tensor, held: HeldWeights | None = No
         for item in manifest["tensors"]:
             name, shape, dtype = str(item["name"]), tuple(map(int, item["shape"])), dtype_named(item["dtype"])
             if dtype is None:
-                raise ValueError(f"{item['dtype']!r} is no number format of torch")
+                raise ValueError(f"{item['dtype']!r} is not a dtype of torch")
             spec, sections = TensorSpec(name, shape, dtype), item.get("sections")
             nbytes, sections = (spec.nbytes, None) if sections is None else (int(item["nbytes"]), sections_of(sections))
             entries.append(BucketEntry(spec, int(item["offset"]), int(item["checksum"]), nbytes, sections))
     except (KeyError, TypeError) as error:
-        raise ValueError(f"this is no manifest of tensors: {error!r} in {manifest!s:.200}") from error
+        raise ValueError(f"this is not a manifest of tensors: {error!r} in {manifest!s:.200}") from error
     for entry in entries:
         if entry.offset < 0 or entry.offset % ALIGNED or not 0 <= entry.nbytes <= size - entry.offset:
             raise ValueError(f"{entry.spec.name!r} does not lie within the {size} bytes that its manifest announces")

@@ -171,7 +171,7 @@ def sections_of(items: Any) -> tuple[Section, ...]:
     try:
         return tuple(Section(str(kind), int(changed), int(nbytes)) for kind, changed, nbytes in items)
     except ValueError as error:
-        raise TypeError(f"{items!r:.100} are no sections of a difference") from error
+        raise TypeError(f"{items!r:.100} are not sections of a difference") from error
 
 
 def _encode(old: Tensor, new: Tensor) -> tuple[Section, Tensor | slice, Tensor]:
@@ -198,7 +198,7 @@ def _positions(section: Section, packed: Tensor, n: int) -> Tensor:
     elif section.kind in WIDTHS and section.nbytes % WIDTHS[section.kind] == 0:
         where = _unpack_gaps(packed, WIDTHS[section.kind])
     else:
-        raise ValueError(f"{section} is no section of a difference")
+        raise ValueError(f"{section} is not a section of a difference")
     if len(where) != section.changed or (len(where) and int(where[-1]) >= n):
         raise ValueError(f"the positions of {section} are not {section.changed} of {n}")
     return where

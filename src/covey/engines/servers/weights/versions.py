@@ -163,7 +163,7 @@ class ServerWeights:
                 return sending.result()
             if watching.done():
                 dead = watching.result()
-                message = f"it died meanwhile ({dead.last_error or 'it does not answer'})"
+                message = f"it died in the meantime ({dead.last_error or 'it does not answer'})"
                 raise ServerUnreachable(dead.url, doing, message)
             urls = ", ".join(member.url for member in members)
             raise DeadlineExceeded(urls, doing, f"{self.sender.api.name} took longer than {left:.0f} seconds")
