@@ -124,7 +124,7 @@ async def without_masks(row, engine):
 @pytest.mark.parametrize("function", [without_masks, PLAYERS["a rollout batch"]])
 def test_rollouts_without_masks_end_the_run(tmp_path, function):
     trainer = runs.trainer(tmp_path, top_p=0.8, keep_sampling_mask=True, parts={"rollout_func": function})
-    with pytest.raises(ValueError, match=r"a rollout came without `sampling_mask`.*Pass on what the engine returns"):
+    with pytest.raises(ValueError, match=r"a rollout has no `sampling_mask`"):
         trainer.train()
 
 
@@ -138,7 +138,7 @@ async def another_tokens_masks(row, engine):
 def test_masks_without_the_sampled_token_end_the_run(tmp_path):
     parts = {"rollout_func": another_tokens_masks}
     trainer = runs.trainer(tmp_path, top_p=0.8, keep_sampling_mask=True, parts=parts)
-    with pytest.raises(ValueError, match=r"`sampling_mask` gives the 1 tokens that token .* probability would be 0"):
+    with pytest.raises(ValueError, match=r"`sampling_mask` lists 1 tokens .* probability would be 0"):
         trainer.train()
 
 

@@ -271,8 +271,8 @@ def _why_not_loaded(name: str, init_kwargs: dict[str, Any], error: Exception) ->
             " folder of a model that AutoModelForCausalLM loads, and arguments that it takes."
         )
     return (
-        f"model={name!r} is not a local folder, and could not be loaded as a hub id: {reason} Check revision and"
-        " files on the hub; without a network, give a folder."
+        f"model={name!r} is not a local folder, and could not be loaded as a hub id: {reason} Check its"
+        " revision and files on the hub; without a network, give a folder."
     )
 
 

@@ -224,24 +224,23 @@ def _number_groups(groups: Sequence[Sequence[Rollout]], params: SamplingParams) 
         for rollout in group:
             if params.keep_mask and rollout.sampling_mask is None and any(rollout.sampled):
                 raise ValueError(
-                    "keep_sampling_mask=True, and a rollout came without `sampling_mask`, the tokens that each of its"
-                    " tokens was drawn from. Pass on what the engine returns (`Completion.sampling_mask`; an episode's"
-                    " `done()` does so), or leave keep_sampling_mask False. A rollout_func(prompts, trainer) cannot"
-                    " return masks."
+                    "keep_sampling_mask=True, but a rollout has no `sampling_mask`, the tokens that each one was drawn"
+                    " from. Return the engine's `Completion.sampling_mask`, as an episode's `done()` does, or leave"
+                    " keep_sampling_mask False. A rollout_func(prompts, trainer) cannot return masks."
                 )
             if rollout.sampling_mask and not params.keep_mask:
                 warn(
-                    "rollouts came with a `sampling_mask`, which is not used, as keep_sampling_mask is False. Set it to"
-                    " train the distribution that was sampled from. (Evaluation suites need no masks.)",
+                    "rollouts have a `sampling_mask`, which is not used because keep_sampling_mask is False. Set it to"
+                    " True to train the distribution that was sampled from. (Evaluation suites need no masks.)",
                 )
             mask = rollout.sampling_mask if params.keep_mask else None
             if mask:
                 _check_masks(rollout)
             if params.keep_routes and rollout.routes is None and any(rollout.sampled):
                 raise ValueError(
-                    "routes of experts are kept (routing_replay='R3'), and a rollout came without `routes`. Pass on"
-                    " what the engine returns (`Completion.routes`; an episode's `done()` does so), or leave"
-                    " routing_replay unset. A rollout_func(prompts, trainer) cannot return routes."
+                    "routing_replay='R3' needs the experts of all tokens, but a rollout has no `routes`. Return the"
+                    " engine's `Completion.routes`, as an episode's `done()` does, or leave routing_replay unset. A"
+                    " rollout_func(prompts, trainer) cannot return routes."
                 )
             number = numbers.setdefault((index, tuple(rollout.prompt_ids)), len(numbers))
             routes = rollout.routes if params.keep_routes else None
@@ -254,8 +253,9 @@ def _check_masks(rollout: Rollout) -> None:
     for token, sampled, mask in triples:
         if sampled and len(mask) and token not in mask:
             raise ValueError(
-                f"a rollout's `sampling_mask` gives the {len(mask)} tokens that token {token} was drawn from, and it is"
-                " not one of them: its probability would be 0. Give each token's own list, or an empty one for all."
+                f"a rollout's `sampling_mask` lists {len(mask)} tokens for the sampled token {token}, not among them:"
+                " its probability would be 0. Give the list of each token, or an empty list for the whole"
+                " vocabulary."
             )
 
 

@@ -80,8 +80,8 @@ class BatchSampler:
         vision = self.codec.vision
         if vision is not None and not vision.placeholders.isdisjoint(prompt):
             raise RolloutError(
-                "a prompt of tokens holds tokens of images, and the images are not given: give `generate_completions`"
-                " messages, whose image parts hold their images, as the prompts of rollout_func do."
+                "a prompt given as tokens contains image tokens, but no images: give `generate_completions` messages"
+                " with the images in their parts, as rollout_func gets them in its prompts."
             )
         return Encoded(list(prompt))
 
@@ -163,7 +163,7 @@ class BatchFunction:
                 count = len(values) if hasattr(values, "__len__") else type(values).__name__
                 raise RolloutError(
                     f"rollout_func returned {count} elements in {name!r} for {len(prompts)} prompts; it needs one for"
-                    " each (every prompt comes as many times as it is to be completed)."
+                    " each (a prompt is repeated for each of its completions)."
                 )
         vision = self.codec.vision
         read = (*needed, "env_mask", *(["images"] if vision is not None else []))

@@ -27,6 +27,7 @@ def look_up(name: str, kind: Kind = "model", *, called: str = "", **location: An
 
     Args:
         name: a hub id or the path of a folder, which may begin with `~`.
+        kind: "model" or "dataset".
         called: the name with its setting, for messages; by default `model=...` or `dataset ...`.
         location: `revision`, `token`, `cache_dir` and `local_files_only`, as for `from_pretrained`.
 

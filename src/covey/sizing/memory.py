@@ -185,7 +185,8 @@ def estimate(
     Args:
         config: a transformers model config.
         args: a `GRPOConfig` or `RLOOConfig`.
-        prompt_tokens: length of a prompt without its `images`.
+        prompt_tokens: length of a prompt without its images.
+        images: images of a prompt; None for a model that sees none, or prompts without images.
         peft, quantization: arguments of `peft.LoraConfig`, if adapters are trained, and a `BitsAndBytesConfig`, if the
             weights under them are quantised.
         counts: the model's sizes, if known; otherwise it is built on the meta device to count them.

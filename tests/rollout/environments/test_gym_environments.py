@@ -79,7 +79,7 @@ def test_functions_of_ones_own():
 
 
 def test_an_answer_must_mean_something():
-    with pytest.raises(ValueError, match=r"no action of Discrete\(4\).*actions=.*parse="):
+    with pytest.raises(ValueError, match=r"not an action of Discrete\(4\).*actions=.*parse="):
         GymEnvironment("FrozenLake-v1")()
     with pytest.raises(ValueError, match="give one of the two"):
         GymEnvironment("FrozenLake-v1", actions=MOVES, parse=int)

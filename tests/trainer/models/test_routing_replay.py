@@ -265,7 +265,7 @@ def test_an_engine_that_returns_no_routes_is_refused(tmp_path):
 
 def test_rollouts_without_routes_are_refused(tmp_path):
     trainer = make(tmp_path, parts={"rollout_func": PLAYERS["a rollout batch"]})
-    with pytest.raises(ValueError, match="came without `routes`"):
+    with pytest.raises(ValueError, match="has no `routes`"):
         trainer.train()
 
 

@@ -72,8 +72,11 @@ class ServerApi(Protocol):
         may have an effect. The caller checks the tokens.
 
         Args:
+            server: to send the request to.
+            request: what to sample.
             model: name to sample from: the server's model, or a loaded adapter.
             ends: the only tokens that end a completion; the one that was sampled is its last token.
+            deadline: seconds in which the answer must arrive.
 
         Raises:
             BadAnswer: completions, tokens or log-probs are missing, NaN, or of the wrong length.

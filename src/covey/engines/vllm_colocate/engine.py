@@ -136,11 +136,11 @@ class VllmColocateEngine:
         params = request.params
         if not is_running(self.vllm):
             raise RuntimeError(
-                "this engine's vLLM was stopped: another one was started in this process, where there is one at a time."
+                "this engine's vLLM was stopped, because another was started in this process, which can have only one."
                 " Create the trainer that samples last."
             )
         if not self._has_weights:
-            raise RuntimeError("vLLM has no weights: the policy's must be loaded before anything is sampled.")
+            raise RuntimeError("vLLM has no weights: load the policy's weights before sampling.")
         if len(request.prompt_ids) >= self.max_context:
             raise ValueError(
                 f"a prompt of {len(request.prompt_ids)} tokens leaves no room for a completion in vLLM's context of"

@@ -128,7 +128,8 @@ def score_hidden(
     """Score targets [N] given the hidden states [N, H] that predict them, `chunk_size` positions at once at most.
 
     Args:
-        targets: [N] int64.
+        hidden: [N, H], hidden states that predict the targets.
+        targets: [N] int64, tokens to score.
         head: the model's head.
         temperature: divides the logits.
         entropy: also compute the entropy of each position.

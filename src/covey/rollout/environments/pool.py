@@ -193,7 +193,7 @@ class EnvironmentPool:
                 if id(environment) in known.leased or any(one.environment is environment for one in known.idle):
                     raise EnvironmentFailed(
                         f"environment_factory returned the same {type(environment).__name__} twice; make a new object"
-                        " in every call, since concurrent rollouts each need one of their own"
+                        " in every call, since concurrent rollouts need separate environments"
                     )
                 known.leased[id(environment)] = lease
             return lease

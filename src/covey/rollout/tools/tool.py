@@ -153,7 +153,7 @@ def _schema(function: Callable[..., Any], described: Callable[..., Any]) -> dict
     for parameter in parameters:
         if parameter.default is parameter.empty and parameter.name not in known:
             raise ValueError(
-                f"its parameter {parameter.name!r} has no value: give a method as that of an object, as in"
+                f"its parameter {parameter.name!r} has no value: pass the method of an object, as in"
                 f" `thing.{_name(function)}`."
             )
     return schema
