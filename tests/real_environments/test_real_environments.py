@@ -137,7 +137,7 @@ def test_rows_of_another_dataset_are_refused(talking):
     agent = RolloutFunction(environment.play, 60, RolloutValidator(1000, None))
     rows = [{"prompt": [{"role": "user", "content": "x"}], "task": task} for task in (7, None)]
     rollouts = play(agent, says("one"), rows)
-    assert all("take the rows from `dataset(size)`" in rollout.error for rollout in rollouts)
+    assert all("`dataset(size)`" in rollout.error for rollout in rollouts)
     environment.close()
 
 

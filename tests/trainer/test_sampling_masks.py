@@ -152,6 +152,6 @@ async def its_own_masks(row, engine):
 def test_masks_that_were_not_asked_for_are_told_and_left_out(tmp_path):
     """Over a mask of one token every probability would be 1, and every gradient 0."""
     trainer = runs.trainer(tmp_path, max_steps=1, parts={"rollout_func": its_own_masks})
-    with pytest.warns(UserWarning, match="not used, as keep_sampling_mask is False"):
+    with pytest.warns(UserWarning, match="not used because keep_sampling_mask is False"):
         trainer.train()
     assert runs.history(trainer, "grad_norm")[0] > 0

@@ -95,7 +95,9 @@ class Recorder(TrainerCallback):
     _own: set[Path] = field(default_factory=set, init=False)  # files of evaluations before training began
     _is_training: bool = field(default=False, init=False)
     _training_since: float = field(default_factory=time.monotonic, init=False)
-    _training_began: float = field(default_factory=time.time, init=False)  # the same, by the clock
+    _training_began: float = field(
+        default_factory=time.time, init=False
+    )  # begin of the training as wall-clock time (`time.time`)
     _cpu_before: float = field(default_factory=time.process_time, init=False)  # this process may have trained before
 
     def __post_init__(self) -> None:

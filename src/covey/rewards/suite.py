@@ -243,9 +243,9 @@ class RewardSuite:
             self._has_scored[index], self._failed_batches[index] = state.get(name, (False, 0))
 
     def check_columns(self, columns: Collection[str], source: str = "") -> Iterator[Finding]:
-        """Errors of arguments of reward functions that neither the trainer nor a dataset with these columns has.
+        """Errors for arguments of reward functions that neither the trainer nor a dataset with these columns provides.
 
-        The dataset is that of a `source`, "" for one of none.
+        `source` is the dataset's source, "" without sources.
         """
         for index, function in enumerate(self.functions):
             if isinstance(function, FunctionReward) and self._accepts(index, {"source": source}):

@@ -1,4 +1,4 @@
-"""Worker process that runs a function of a user. Run by path; nothing imports it, and it imports no torch by itself.
+"""Worker process that runs a user's function. It is run by path and never imported, and does not itself import torch.
 
 It reads pickles of a mark and a pickle: `(function, {module: file})`, with the script of the run as `__main__` where it
 has one, then `(arguments, recorded names)` for each call. Each is answered by a line, the mark and JSON: `{}` when

@@ -23,7 +23,7 @@ CGROUP_FILES = {
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
 """By the controllers that /proc/self/cgroup names (none: version 2): files of limit and usage, and the line of
-memory.stat with what can be reclaimed."""
+memory.stat that counts reclaimable memory."""
 
 
 GROUPS, MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")

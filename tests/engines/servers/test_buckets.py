@@ -71,9 +71,9 @@ def test_rows_that_change_places_are_found():
     [
         ({"offset": 10**6}, "does not lie within"),
         ({"offset": -16}, "does not lie within"),
-        ({"dtype": "os.system"}, "no number format"),
-        ({"dtype": "nn"}, "no number format"),
-        ({"shape": None}, "no manifest"),
+        ({"dtype": "os.system"}, "not a dtype"),
+        ({"dtype": "nn"}, "not a dtype"),
+        ({"shape": None}, "not a manifest"),
     ],
 )
 def test_a_manifest_cannot_reach_beyond_its_buffer(change, message):

@@ -41,9 +41,12 @@ class AdapterEngine(NativeEngine):
             yield
 
     async def generate(self, request: SampleRequest) -> list[Completion]:
-        """The same; ValueError for an unknown adapter. Those that change nothing share their prompts."""
+        """Sample `request.n` completions with the request's adapter; ValueError for an unknown one.
+
+        Requests whose adapter changes nothing (its B is 0) are sampled without it, and share stored prefixes.
+        """
         adds = self._rows.number(request.adapter) >= 0
-        # a stored prefix would be that of any adapter
+        # stored prefixes are computed without an adapter
         request = replace(request, shared=0) if adds else replace(request, adapter=None)
         return await super().generate(request)
 
@@ -52,7 +55,7 @@ class AdapterEngine(NativeEngine):
         super()._prefill(groups)
 
     def _continue_prefixes(self, sequences: list[SequenceState]) -> None:
-        self._rows.select([])  # none has an adapter that changes anything
+        self._rows.select([])  # no sequence with a prefix has an adapter
         super()._continue_prefixes(sequences)
 
     def _verify_drafts(self, prefilled: Cache | None, *computed: Any) -> None:
@@ -84,16 +87,16 @@ class AdapterRows:
         self.select([])
 
     def number(self, name: str | None) -> int:
-        """Place of an adapter among those that change something, else -1; ValueError for an unknown one."""
+        """Index of an adapter among those that change something, else -1; ValueError for an unknown one."""
         if name not in self._numbers:
             known = ", ".join(repr(one) for one in self._numbers if one is not None)
             raise ValueError(f"there is no adapter {name!r} to sample with; the engine holds {known or 'none'}.")
         return self._numbers[name]
 
     def select(self, names: Sequence[str | None]) -> None:
-        """Give each row of the forward passes to come the adapter of this name.
+        """Set the adapter of each row of the next forward passes.
 
-        With one name for all, a layer may get any number of rows: experts, and a head that is called for some tokens.
+        If all names are equal, a layer may get any number of rows, as experts do, or a head called for some tokens.
         """
         numbers = [self.number(name) for name in names]
         self._selected = numbers[:1] if len(set(numbers)) == 1 else numbers
@@ -101,7 +104,7 @@ class AdapterRows:
 
     @contextmanager
     def added(self, model: nn.Module, adapters: Mapping[str, LowRank]) -> Iterator[None]:
-        """Let the model's layers add the products of these adapters within the context."""
+        """Context in which the model's layers add the products of these adapters."""
         self._load(adapters)
         with ExitStack() as patches:
             for name, (a, b, ranks) in self._layers.items():

@@ -73,7 +73,7 @@ class RowSums(NamedTuple):
         return self.peak + log_total, (self.chosen - self.peak[:, None]) - log_total[:, None], entropies
 
     def top(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """The likeliest tokens [n, k], -1 where there are fewer, and their log p, -inf likewise; None if unwanted."""
+        """The likeliest tokens [n, k], -1 where there are fewer, and their log p, -inf there; None unless wanted."""
         if self.top_logits is None or self.top_ids is None:
             return None, None
         log_p = (self.top_logits - self.peak[:, None]) - self.total.log()[:, None]
@@ -96,7 +96,7 @@ class RowGradients(NamedTuple):
     log_z: Tensor  # log sum exp of the logits
     by_logprob: Tensor  # gradient of the loss by the log-probs of the targets, summed over them
     by_entropy: Tensor | None  # gradient by the entropy; None without one
-    entropy: Tensor | None  # the entropy itself; None likewise
+    entropy: Tensor | None  # the entropy itself; None if `by_entropy` is
     # [n, C] the entries of `TorchTiles.gradient` at the targets, where the general formula would round 1 - p_y to 0;
     # equal targets have equal entries
     at_target: Tensor
