@@ -1,5 +1,6 @@
 """A decoding step in few operations: it computes what the model does, and leaves alone what it does not know."""
 
+import functools
 import gc
 import weakref
 
@@ -11,6 +12,7 @@ from transformers import (
     Gemma2Config,
     GraniteConfig,
     LlamaConfig,
+    LlamaModel,
     MistralConfig,
     Olmo2Config,
     Qwen2Config,
@@ -22,6 +24,7 @@ from transformers import (
 from covey.engines.native import engine as native
 from covey.engines.native import invariance, packed_weights
 from tests.engines.native.test_native_engine import engine_of, sample
+from tests.support import trials
 
 SIZES = {
     **{"vocab_size": 80, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
@@ -92,6 +95,20 @@ def test_other_models_take_their_own_steps(name, monkeypatch):
     engine = engine_of(model)
     sample(engine)
     assert not engine._fuses
+
+
+def test_one_trial_is_of_shared_prompts_and_of_fused_steps(monkeypatch):
+    monkeypatch.setattr(trials, "_known", {})
+    passes, forward = [], LlamaModel.forward
+    monkeypatch.setattr(
+        LlamaModel, "forward", functools.wraps(forward)(lambda *a, **kw: passes.append(1) or forward(*a, **kw))
+    )
+    engine = engine_of(random_model(KNOWN["llama"]))
+    sample(engine)
+    first = len(passes)
+    sample(engine)
+    assert engine._fuses and engine._shares_prefixes
+    assert first - (len(passes) - first) == 2  # of all tokens, and of the prompt; steps are fused
 
 
 def test_hooks_see_every_step(monkeypatch):

@@ -334,6 +334,10 @@ class NativeEngine(PolicyEngine):
         with autocast, self._packed.unrounded():
             ids = torch.tensor([self._trial_tokens()], device=device)
             expected = model(input_ids=ids, use_cache=False).logits[:, 2:].float()
+            fuses = self._fuses
+            if uniform and self._new_fused_step(softcap, expected) is not None:
+                return None  # steps are fused ones, which attend to shared prompts
+            self._fuses, self._fused_step = fuses, None
             try:
                 attended, logits = self._trial(model.dtype if uniform else dtype, softcap)
             except (TypeError, AttributeError, RuntimeError) as error:  # no such keyword, no layer index, latents
@@ -357,14 +361,18 @@ class NativeEngine(PolicyEngine):
     def _trial_tokens(self) -> list[int]:
         return [token % self._model().config.get_text_config().vocab_size for token in (2, 3, 5, 7)]
 
-    def _new_fused_step(self, softcap: bool) -> FusedStep | None:
-        """A `FusedStep`, if the model is built so that one can be made and computes the same (tried once)."""
+    def _new_fused_step(self, softcap: bool, expected: Tensor | None = None) -> FusedStep | None:
+        """A `FusedStep`, if the model is built so that one can be made and computes the same (tried once).
+
+        `expected` are the logits to compare with, by default those of plain steps.
+        """
         in_float32 = self.input_device.type == "cpu" and compute_dtype(self._model()) == torch.float32
         step = find_fused_step(self._model()) if in_float32 and self._fuses is not False else None
         if step is None or self._fuses:
             return step
-        with self._packed.unrounded():
-            _, expected = self._trial(torch.float32, softcap)
+        if expected is None:
+            with self._packed.unrounded():
+                _, expected = self._trial(torch.float32, softcap)
         self._fused_step = step
         try:
             with self._packed.unrounded():
