@@ -1,21 +1,15 @@
 """Trainers on tiny models, for the tests in this folder."""
 
-import functools
 from dataclasses import replace
-from typing import Any, get_type_hints
+from typing import Any
 from unittest import mock
 
 from covey import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-from covey.config import rules
-from covey.observability import record
 from covey.trainer.integrations.report import RunReport
 from tests.support import known_attributes, tiny, trials
 
 write_page = RunReport.write
 mock.patch.object(RunReport, "write", lambda self: None).start()  # a second each; tests marked `pages` do
-# What no run changes takes each of them 5 ms: versions of installed packages, and the types of the configs' fields.
-mock.patch.object(record, "versions", functools.cache(record.versions)).start()
-mock.patch.object(rules, "get_type_hints", functools.cache(get_type_hints)).start()
 trials.remember()
 
 DEFAULTS: dict[str, Any] = {

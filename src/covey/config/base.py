@@ -150,9 +150,14 @@ class OnlineConfig(  # type: ignore[misc]  # bf16 may be unset here
     @property
     def given(self) -> frozenset[str]:
         """Names of the fields that were set to another value than their default, at construction or since."""
-        settled = self.__dict__.get("_settled", {})
-        assigned = {name for name in FIELDS if name in settled and vars(self)[name] is not settled[name]}
-        return frozenset(self.__dict__.get("_given", set()) | assigned)
+        return frozenset(self.__dict__.get("_given", set())).union(filter(self.was_given, FIELDS))
+
+    def was_given(self, name: str) -> bool:
+        """True for the name of one of the fields `given`."""
+        values = self.__dict__
+        settled = values.get("_settled", {})
+        assigned = name in FIELDS and name in settled and values[name] is not settled[name]
+        return assigned or name in values.get("_given", ())
 
     def _note_given(self) -> None:
         names = [field.name for field in dataclasses.fields(self) if field.name not in OLD]

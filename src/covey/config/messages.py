@@ -22,7 +22,7 @@ def default_of(kind: Any, name: str) -> Any:
 
 def is_set(args: Any, name: str) -> bool:
     """True if a field has another value than its default, by the user rather than by the construction itself."""
-    return name in args.given and getattr(args, name) != default_of(type(args), name)
+    return args.was_given(name) and getattr(args, name) != default_of(type(args), name)
 
 
 def ignored(args: Any, names: Iterable[str], because: str) -> Iterator[Finding]:

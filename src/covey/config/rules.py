@@ -5,6 +5,7 @@ below the fields of its theme (`training`, `sampling`, `objective`, ...): every 
 """
 
 import dataclasses
+import functools
 import inspect
 import numbers
 import os
@@ -53,9 +54,14 @@ def check_fields(args: Args) -> list[Finding]:
     if not isinstance(args.output_dir, str | os.PathLike | None):
         return [Finding.error("setting-type", f"output_dir={args.output_dir!r} must be text: the name of a folder.")]
     own = next(kind for kind in type(args).__mro__ if kind.__module__.startswith("covey."))  # not a script's subclass
-    hints = get_type_hints(own)
+    hints = _hints(own)
     names = [field.name for field in dataclasses.fields(own) if field.name not in OldNames.__dataclass_fields__]
     return [found for name in names if (found := next(_errors(args, name, hints[name]), None))]
+
+
+@functools.cache  # reading them takes 5 ms, and a run checks its config more than once
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def _errors(args: Args, name: str, hint: Any) -> Iterator[Finding]:

@@ -320,7 +320,7 @@ def supervised_options_are_off(args: Args) -> Iterator[Finding]:
     )
     if not args.dataloader_num_workers:
         yield from ignored(args, ["dataloader_multiprocessing_context"], "dataloader_num_workers is 0")
-    given = args.accelerator_config if "accelerator_config" in args.given else None  # transformers has parsed it
+    given = args.accelerator_config if args.was_given("accelerator_config") else None  # transformers has parsed it
     for name, default in (("dispatch_batches", None), ("even_batches", True), ("use_seedable_sampler", True)):
         if getattr(given, name, default) != default:
             yield Finding.warning(

@@ -1,7 +1,7 @@
 """Versions of installed packages."""
 
+import functools
 from collections.abc import Iterable
-from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -16,8 +16,12 @@ def is_own(module: Any) -> bool:
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
     """Versions of those of the packages that are installed."""
-    found = {}
-    for name in packages:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+    return {name: found for name in packages if (found := _version(name)) is not None}
+
+
+@functools.cache  # reading one takes a millisecond, and a process imports a package once
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
