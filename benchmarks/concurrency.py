@@ -267,11 +267,12 @@ def measure_rewards(rounds: int) -> None:
 
 
 class Judge:
-    """Asks a service that takes 0.1 s for a completion and answers four at a time."""
+    """Asks a service that takes `seconds` for a completion and answers four at a time."""
 
     __name__ = "judge"
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = 0.1) -> None:
+        self._seconds = seconds
         self._lanes: asyncio.Semaphore | None = None
 
     async def __call__(self, completions: list[Any], **kwargs: Any) -> list[float]:
@@ -280,7 +281,7 @@ class Judge:
 
         async def ask() -> float:
             async with lanes:
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(self._seconds)
             return 1.0
 
         return await asyncio.gather(*(ask() for _ in completions))

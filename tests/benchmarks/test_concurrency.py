@@ -36,5 +36,5 @@ def test_a_call_that_hangs_changes_its_own_rollout_alone(small, blocking):
 def test_rewards_are_timed_with_the_rollouts(small):
     engine = concurrency.ENGINES["scripted"]()
     for streamed in (False, True):
-        left, whole, cpu = concurrency._scored(engine, sleeping(0.0, False, False), Judge(), streamed, 0)
-        assert left >= 0.05 and left < whole and cpu > 0  # the last rollout's reward takes 0.1 s in either case
+        left, whole, cpu = concurrency._scored(engine, sleeping(0.0, False, False), Judge(0.5), streamed, 0)
+        assert left >= 0.05 and left < whole and cpu > 0  # the last rollout's reward takes 0.5 s in either case

@@ -98,7 +98,10 @@ def test_waiting_for_a_coroutine_of_a_closed_loop_raises(thread, monkeypatch):
 
     work = thread.start(ignores_cancellation())
     thread.run(answer(0))
-    assert thread.close(60.0)
+    running = thread._current.thread
+    thread.close()  # with a limit, tasks have half of it to end
+    running.join(60.0)
+    assert not running.is_alive()
     with pytest.raises(RuntimeError, match="closed"):
         thread.wait(work)
 

@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import random
-import subprocess
 import sys
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from covey.tinker.checkpoints import CheckpointStore
 from covey.tinker.errors import Refusal
 from covey.tinker.requests import sample_asked
 from covey.tinker.sampling import answered
-from tests.support import tinkering, tiny
+from tests.support import forking, launching, tinkering, tiny
 from tests.support.tinkering import datum, tokens
 from tests.tinker.test_wire import parse
 
@@ -390,7 +389,7 @@ def test_two_servers_do_not_share_a_folder(tmp_path):
     with tinkering.service(tmp_path):
         code = "from tests.support import tinkering; tinkering.service(sys.argv[1]).__enter__()"
         command = [sys.executable, "-c", f"import sys; {code}", str(tmp_path)]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+        done = forking.run(command, env=launching.environment(), timeout=120)
     assert done.returncode == 1 and "another server" in done.stderr
 
 
