@@ -12,7 +12,7 @@ from covey.core.model import patched_forward
 from covey.policy.fused import GatedMLP, RMSNorm
 from covey.tinker.adapter import Adapter, AdapterSpec, layers_of
 from covey.tinker.errors import Refusal
-from covey.tinker.learner import AdamParams, Learner, checked, loss_of_rows
+from covey.tinker.learner import AdamParams, Learner, checked, loss_of_rows, micro_batches
 from covey.tinker.losses import loss_of
 from covey.tinker.wire import Datum
 from tests.support import tinkering, tiny
@@ -141,6 +141,27 @@ def test_a_prompt_that_data_share_is_computed_once():
     made.forward_backward(group_of(tokens(20, 1)), *loss_of("importance_sampling", {}))
     # 20 tokens once and 4 + 5 + 6 + 7 behind them; then log-probs of the 19 positions within the prompt
     assert passes == [(20, 22), (1, 19)]
+
+
+def test_micro_batches_end_with_their_groups():
+    # positions: 19 of the prompt and 4 + 5 + 6 + 7 = 41; 8 and the same 22 = 30; and a row of 5
+    data = [
+        *group_of(tokens(20, 1)),
+        *group_of(tokens(9, 2)),
+        datum(tokens(6, 3), logprobs=[-1.0] * 5, advantages=[1.0] * 5),
+    ]
+    rows = checked(data, loss_of("importance_sampling", {})[0], tinkering.base())
+    heads = [row.head for row in rows]
+    assert heads == [19] * 4 + [8] * 4 + [0]
+
+    def parts(budget, enough):
+        return sorted(sorted(numbers) for _, numbers in micro_batches(rows, heads, budget, enough))
+
+    groups = [0, 1, 2, 3], [4, 5, 6, 7], [8]
+    assert parts(budget=100, enough=76) == [[*range(9)]]
+    assert parts(budget=100, enough=30) == [*groups]
+    cut = parts(budget=35, enough=30)  # the first group has 41
+    assert [*groups[1]] in cut and [8] in cut and len(cut) == 4
 
 
 @pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "dro", "gspo"])

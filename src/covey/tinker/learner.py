@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any, TypeVar
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from covey.core.batch import TrainBatch, distinct_prompts
+from covey.core.packing import ENOUGH_TOKENS
 from covey.policy.fused import FusedLayer, find_fused_layers, fused_layers
 from covey.policy.lm_head.scores import TokenScores
 from covey.policy.scoring import TokenScorer
@@ -72,6 +73,11 @@ class Base:
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
+
+    @property
+    def enough(self) -> int:
+        """Tokens of a micro-batch that keep the device busy."""
+        return min(self.token_budget, ENOUGH_TOKENS.get(self.device.type, ENOUGH_TOKENS["cuda"]))
 
     def scores(
         self,
@@ -174,7 +180,7 @@ class Learner:
         heads = [row.head for row in rows]
         logprobs: list[list[Tensor]] = [[] for _ in rows]  # of the positions from a row's head on, then before it
         total = 0.0
-        for trained, numbers in micro_batches(rows, heads, self.base.token_budget):
+        for trained, numbers in micro_batches(rows, heads, self.base.token_budget, self.base.enough):
             part, own = [rows[number] for number in numbers], [heads[number] for number in numbers]
             targets = torch.cat([targets_of(row)[head:] for row, head in zip(part, own, strict=True)])
             with torch.set_grad_enabled(backward and trained), self._added():
@@ -224,24 +230,41 @@ def positions_of(sequences: Sequence[Sequence[int]], heads: Sequence[int]) -> Tr
     )
 
 
-def micro_batches(rows: Sequence[Row], heads: Sequence[int], budget: int) -> Iterator[tuple[bool, list[int]]]:
-    """Numbers of rows to compute together, at most `budget` tokens, and False for those without a gradient.
+def micro_batches(
+    rows: Sequence[Row], heads: Sequence[int], budget: int, enough: int
+) -> Iterator[tuple[bool, list[int]]]:
+    """Numbers of rows to compute together, and False for those without a gradient.
 
-    Rows are sorted by their tokens, so that those with a common beginning share it; a head that they share counts once.
+    Rows are sorted by their tokens. Those that share a head, which counts once, are cut at `budget` tokens; others
+    join them up to `enough` tokens.
     """
     for trained in (True, False):
         chosen = [number for number, row in enumerate(rows) if bool(row.counts.any()) is trained]
-        part, size, shared = list[int](), 0, list[int]()
-        for number in sorted(chosen, key=lambda number: rows[number].tokens):
-            tokens, head = rows[number].tokens, heads[number]
-            more = len(tokens) - (head if part and tokens[: head + 1] == shared else 0)
-            if part and size + more > budget:
+        part, size = list[int](), 0
+        for unit in sharing(rows, heads, chosen):
+            head = heads[unit[0]]
+            if part and size + head + sum(len(rows[number].tokens) - head for number in unit) > enough:
                 yield trained, part
-                part, size, more = [], 0, len(tokens)
-            part.append(number)
-            size, shared = size + more, tokens[: head + 1]
+                part, size = [], 0
+            size += head
+            for number in unit:
+                more = len(rows[number].tokens) - head
+                if part and size + more > budget:
+                    yield trained, part
+                    part, size = [], head
+                part.append(number)
+                size += more
         if part:
             yield trained, part
+
+
+def sharing(rows: Sequence[Row], heads: Sequence[int], chosen: Sequence[int]) -> Iterator[list[int]]:
+    """Units of the chosen rows, sorted by their tokens: rows with the same head, or one row without a head."""
+    ordered = sorted(chosen, key=lambda number: rows[number].tokens)
+    # without a head to share, each row is for itself
+    keys = {number: (rows[number].tokens[: heads[number] + 1], heads[number] or -number) for number in ordered}
+    for _, unit in groupby(ordered, key=lambda number: keys[number]):
+        yield list(unit)
 
 
 def parts_of(items: Sequence[T], size_of: Callable[[T], int], budget: int) -> Iterator[list[T]]:
