@@ -1,13 +1,16 @@
 """Kuhn poker by self-play: exploitability over training, by what rollouts are compared with.
 
-    python -m benchmarks.kuhn                    # a tabular policy, a minute
-    python -m benchmarks.kuhn --player tiny      # a tiny model that is trained by `GRPOTrainer`
+    python -m benchmarks.kuhn                    # trains a tabular policy, a minute
+    python -m benchmarks.kuhn --player tiny      # a tiny model, from the runs of `python -m benchmarks.claims 22`
+
+Either prints a table and draws the curves of both.
 
 Both seats are played by one policy. The tabular one has 12 decisions, a probability for each of three cards at four
 points of the game; the six deals are six prompts, advantages are Covey's own (`assign_credit`), and updates are
 REINFORCE on the logits, with a rate and an entropy bonus that fall to 0, because the simultaneous gradient of a
 zero-sum game circles around an equilibrium. The tiny model is that of claim 22 (`benchmarks.claims.games`): a random
-Llama of two layers that writes a letter for each decision, with 64 games a step.
+Llama of two layers that writes a letter for each decision, trained by `GRPOTrainer` on 64 games a step, at a constant
+rate and without an entropy bonus. Its runs are in the claim's records, and are not trained again here.
 
 Everything else is exact (`benchmarks.poker`), for the model from its probabilities: the value of the game for the first
 seat, -1/18 in every equilibrium, and NashConv, what both seats together could gain by the best replies to the policy; 0
@@ -23,6 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.bands import Curve, draw_bands
+from benchmarks.claims.records import RECORDS, ClaimRecords
+from benchmarks.claims.table import claim
 from benchmarks.poker import AFTER_BET, AFTER_PASS, CALLS, DEALS, FIRST, nash_conv, value_of
 from covey import GRPOConfig
 from covey.algorithms import grpo
@@ -31,7 +37,10 @@ from covey.algorithms.credit import assign_credit
 from covey.core.records import GameSeat, Scores
 
 COMPARED = ("group", "role", "role_average")
+TITLES = {"tabular": "tabular policy", "tiny": "tiny model"}
+CLAIM = 22  # whose runs are those of the tiny model
 RESULTS = Path(__file__).with_name("kuhn.json")
+PICTURE = Path(__file__).parents[1] / "docs" / "games" / "kuhn.png"
 
 
 def play(policy: Tensor, games: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
@@ -93,16 +102,43 @@ def train(
     return {"curve": [*curve, nash_conv(policy)], "policy": policy, "value": value_of(policy)}
 
 
-def train_tiny(compare: str, seed: int, steps: int) -> dict[str, Any]:
-    """The same of a tiny model: its NashConv after every step, and its value at the end."""
-    from benchmarks.claims.games import KuhnBed
+def of_claim(records: ClaimRecords, seeds: int) -> dict[str, list[dict[str, Any]]]:
+    """Runs of the tiny model by comparison, of the first seeds: NashConv after every step, and the value at the end."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for (compare, seed), result in sorted(records.runs(claim(CLAIM)).items()):
+        if seed < seeds:
+            curves = result["curves"]
+            run = {"curve": curves["NashConv"], "value": curves["value for the first seat"][-1]}
+            found.setdefault(compare, []).append(run)
+    return {compare: found[compare] for compare in COMPARED if compare in found}
 
-    found = KuhnBed(steps=steps).train({"compare": compare}, seed)["curves"]
-    return {"curve": found["NashConv"], "value": found["value for the first seat"][-1]}
 
+def plot(players: dict[str, tuple[int, dict[str, list[dict[str, Any]]]]], path: Path) -> None:
+    """NashConv over training, a panel for each player, from its updates and its runs."""
+    import matplotlib
 
-PLAYERS = {"tabular": (train, 1000), "tiny": (train_tiny, 300)}
-"""How a policy is trained, and the updates of a run."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(
+        1, len(players), figsize=(5 * len(players), 3.4), layout="constrained", squeeze=False
+    )
+    for axes, (name, (steps, found)) in zip(panels[0], players.items(), strict=True):
+        curves: dict[str, list[Curve]] = {}
+        for compare, runs in found.items():
+            for run in runs:
+                last = len(run["curve"]) - 1
+                first = steps == last + 1  # after every update; else from before the first one on
+                places = [first + (steps - first) * place / last for place in range(last + 1)]
+                curves.setdefault(compare, []).append((places, run["curve"]))
+        draw_bands(axes, curves)
+        axes.axhline(11 / 12, color="0.5", lw=0.8, ls=":")
+        axes.set(title=TITLES[name], xlabel="optimizer steps", ylabel="NashConv (dotted: uniform policy)")
+        axes.set_ylim(bottom=0)
+        axes.legend(title="compare (seeds)", fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100, metadata={"Software": None})
+    pyplot.close(figure)
 
 
 def table(found: dict[str, list[dict[str, Any]]]) -> str:
@@ -119,23 +155,30 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--player", choices=PLAYERS, default="tabular")
-    options.add_argument("--steps", type=int, help="Updates of each run, on 96 games, or 64 of the tiny model.")
-    options.add_argument("--seeds", type=int, default=4, help="Runs of each comparison.")
-    options.add_argument("--output", type=Path, default=RESULTS, help="File for the curves.")
+    options.add_argument("--player", choices=("tabular", "tiny"), default="tabular")
+    options.add_argument("--steps", type=int, default=1000, help="Updates of each tabular run, on 96 games.")
+    options.add_argument("--seeds", type=int, default=4, help="Tabular runs of each comparison.")
+    options.add_argument("--records", type=Path, default=RECORDS, help="File of finished runs of claims.")
+    options.add_argument("--output", type=Path, default=RESULTS, help="File for the tabular policy's curves.")
+    options.add_argument("--plot", type=Path, default=PICTURE)
     given = options.parse_args()
     torch.set_num_threads(1)
-    train_one, usual = PLAYERS[given.player]
-    steps = given.steps or usual
-    results = json.loads(given.output.read_text()) if given.output.exists() else {}
-    found: dict[str, list[dict[str, Any]]] = {}
-    for seed in range(given.seeds):
-        for compare in COMPARED:
-            run = train_one(compare, seed, steps)
-            found.setdefault(compare, []).append({name: rounded(value) for name, value in run.items()})
-            results[given.player] = {"steps": steps, "runs": found}
-            given.output.write_text(json.dumps(results, indent=1) + "\n")
-    print(table(found))
+    of_tiny = of_claim(ClaimRecords(given.records), claim(CLAIM).seeds)
+    if given.player == "tiny" and not of_tiny:
+        options.error(f"the runs of claim {CLAIM} are not there: `python -m benchmarks.claims {CLAIM}` trains them")
+    if given.player == "tabular":
+        trained: dict[str, list[dict[str, Any]]] = {}
+        for seed in range(given.seeds):
+            for compare in COMPARED:
+                run = train(compare, seed, given.steps)
+                trained.setdefault(compare, []).append({name: rounded(value) for name, value in run.items()})
+        given.output.write_text(json.dumps({"tabular": {"steps": given.steps, "runs": trained}}, indent=1) + "\n")
+    known = json.loads(given.output.read_text()) if given.output.exists() else {}
+    players = {name: (one["steps"], one["runs"]) for name, one in known.items()}
+    if of_tiny:
+        players["tiny"] = max(len(run["curve"]) for runs in of_tiny.values() for run in runs), of_tiny
+    print(table(players[given.player][1]))
+    plot(players, given.plot)
 
 
 def rounded(value: Any) -> Any:

@@ -1,6 +1,6 @@
 """Tic-tac-toe by self-play of a tiny model: results against fixed players, by what rollouts are compared with.
 
-    python -m benchmarks.tic_tac_toe
+    python -m benchmarks.tic_tac_toe             # trains what is not in its records, prints tables and draws curves
 
 The game and its uniform and optimal player are those of `examples/tic_tac_toe.py`. A random Llama of two layers plays
 both seats: it is shown the board, nine letters, before each move, and its next token is the move; another one than a
@@ -10,7 +10,6 @@ uniform player is 0.995 in the first seat and 0.925 in the second, and 0 against
 """
 
 import argparse
-import json
 import random
 import statistics
 import sys
@@ -22,7 +21,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.bands import Curve, draw_bands
 from benchmarks.letters import tiny_llama, tokenizer, vocabulary_of
+from benchmarks.records import Records
 
 sys.path.insert(0, examples := str(Path(__file__).parents[1] / "examples"))
 try:
@@ -37,7 +38,9 @@ COMPARED = ("group", "role", "role_average")
 PLAYERS: dict[str, Callable[[list[Any]], str]] = {"uniform": uniform, "optimal": optimal}
 SEATS = [f"{role} against {name}" for name in PLAYERS for role in TicTacToe.roles]
 EVERY = 25  # steps between two looks
-RESULTS = Path(__file__).with_name("tic_tac_toe.json")
+RECORDS = Path(__file__).with_name("tic_tac_toe.jsonl")  # a line for each finished run
+PICTURE = Path(__file__).parents[1] / "docs" / "games" / "tic_tac_toe.png"
+COLLAPSE = 0.2  # fall of the result against the uniform player, the mean of both seats, from its best to its last
 
 
 async def play(row: dict[str, Any], engine: Any, n: int) -> list[Any]:
@@ -166,6 +169,45 @@ def train(compare: str, seed: int, steps: int, games: int = 256, rate: float = 1
     return curves
 
 
+def against(curves: dict[str, list[float]], player: str) -> list[float]:
+    """Results against a player, the mean of both seats."""
+    seats = [curves[f"{role} against {player}"] for role in TicTacToe.roles]
+    return [statistics.fmean(values) for values in zip(*seats, strict=True)]
+
+
+def collapses(found: dict[str, list[dict[str, list[float]]]]) -> str:
+    """A line for each comparison: runs that collapse, and the largest fall."""
+    lines = []
+    for compare, runs in found.items():
+        falls = [max(values) - values[-1] for values in (against(curves, "uniform") for curves in runs)]
+        many = sum(fall > COLLAPSE for fall in falls)
+        lines.append(
+            f"{compare}: {many} of {len(runs)} runs fall by more than {COLLAPSE}; the largest fall is {max(falls):.2f}"
+        )
+    return "\n".join(lines)
+
+
+def plot(found: dict[str, list[dict[str, list[float]]]], path: Path) -> None:
+    """Results against both players over training."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, 2, figsize=(10, 3.4), layout="constrained")
+    for axes, player in zip(panels, PLAYERS, strict=True):
+        curves: dict[str, list[Curve]] = {}
+        for compare, runs in found.items():
+            results = [against(curves, player) for curves in runs]
+            curves[compare] = [([EVERY * place for place in range(len(values))], values) for values in results]
+        draw_bands(axes, curves)
+        axes.set(title=f"against the {player} player", xlabel="optimizer steps", ylabel="games won less games lost")
+        axes.legend(title="compare (seeds)", fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100, metadata={"Software": None})
+    pyplot.close(figure)
+
+
 def table(found: dict[str, list[dict[str, list[float]]]]) -> str:
     """A row for each comparison: the mean last result of each seat against each player, with the least and largest."""
     names = [*SEATS, "illegal"]
@@ -183,17 +225,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--steps", type=int, default=400, help="Updates of each run, on 64 games.")
     options.add_argument("--seeds", type=int, default=2, help="Runs of each comparison.")
-    options.add_argument("--output", type=Path, default=RESULTS, help="File for the curves.")
+    options.add_argument("--records", type=Path, default=RECORDS, help="File of finished runs.")
+    options.add_argument("--plot", type=Path, default=PICTURE)
     given = options.parse_args(arguments)
     torch.set_num_threads(1)
-    found: dict[str, list[dict[str, list[float]]]] = {}
+    records, found = Records(given.records), dict[str, list[dict[str, list[float]]]]()
     for seed in range(given.seeds):
         for compare in COMPARED:
-            found.setdefault(compare, []).append(train(compare, seed, given.steps))
-            written = {"steps": given.steps, "every": EVERY, "runs": found}
-            given.output.write_text(json.dumps(written, indent=1) + "\n")
-            print(f"{compare}, seed {seed}: {found[compare][-1]}", flush=True)
+            run: dict[str, Any] = {"compare": compare, "seed": seed, "steps": given.steps}
+            if not records.find(**run):
+                records.add(**run, curves=train(compare, seed, given.steps))
+                print(f"{compare}, seed {seed}: trained", flush=True)
+            found.setdefault(compare, []).append(records.find(**run)[0]["curves"])
     print(table(found))
+    print(collapses(found))
+    plot(found, given.plot)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.bands import draw_bands
 from benchmarks.claims.claim import (
     PILOT,
     Answer,
@@ -260,12 +261,7 @@ def draw(claim: Claim, records: ClaimRecords, path: Path) -> None:
     from matplotlib import pyplot
 
     drawing, axes = pyplot.subplots(figsize=(5.2, 3.2), layout="constrained")
-    for number, (arm, curves) in enumerate(picture_data(claim, records).items()):
-        length = min(len(steps) for steps, _ in curves)
-        values = np.array([values[:length] for _, values in curves])
-        steps = curves[0][0][:length]
-        axes.fill_between(steps, values.min(0), values.max(0), color=f"C{number}", alpha=0.15, lw=0)
-        axes.plot(steps, values.mean(0), color=f"C{number}", linewidth=1.6, label=f"{arm} ({len(curves)})")
+    draw_bands(axes, picture_data(claim, records))
     result = next(iter(records.runs(claim).values()))
     labels = {"xlabel": "optimizer steps", "ylabel": "mean held-out reward"}
     if "curves" in result:
@@ -275,7 +271,6 @@ def draw(claim: Claim, records: ClaimRecords, path: Path) -> None:
     elif "unchanged" in result:
         labels["ylabel"] = "share of weights that stay as they were"
     axes.set(**labels)
-    axes.grid(alpha=0.3)
     axes.legend(title="arm (seeds)", fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     drawing.savefig(path, dpi=100, metadata={"Software": None})

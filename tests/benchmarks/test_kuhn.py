@@ -4,7 +4,10 @@ from fractions import Fraction
 
 import pytest
 import torch
-from benchmarks.kuhn import COMPARED, play, table, train, train_tiny
+from benchmarks.claims.games import KuhnBed
+from benchmarks.claims.records import ClaimRecords
+from benchmarks.claims.table import claim
+from benchmarks.kuhn import CLAIM, COMPARED, of_claim, play, plot, table, train
 from benchmarks.poker import DEALS, VALUE, against_even, best_replies, nash_conv, value_of, winnings
 
 HALF = [Fraction(1, 2)] * 12
@@ -51,9 +54,24 @@ def test_tossing_coins_wins_nothing_against_tossing_coins():
 
 
 def test_a_tiny_model_is_judged_after_each_step():
-    found = train_tiny("role", seed=0, steps=2)
-    assert len(found["curve"]) == 2 and all(0 <= one <= 3 for one in found["curve"])
-    assert -2 <= found["value"] <= 2
+    found = KuhnBed(steps=2).train({"compare": "role"}, seed=0)["curves"]
+    assert len(found["NashConv"]) == 2 and all(0 <= one <= 3 for one in found["NashConv"])
+    assert all(-2 <= one <= 2 for one in found["value for the first seat"])
+
+
+def test_curves_of_the_tiny_model_are_those_of_its_claim(tmp_path):
+    records = ClaimRecords(tmp_path / "claims.jsonl")
+    for seed in (1, 0, 8):  # the claim has eight seeds, and more if these do not decide it
+        curves = {
+            "NashConv": [1.0, 0.5 + seed],
+            "value for the first seat": [0.1, -0.1 * seed],
+            "against a coin": [0, 0],
+        }
+        records.add_run(claim(CLAIM), "role", seed, {"curves": curves}, seconds=1.0)
+    found = of_claim(records, seeds=8)
+    assert found == {"role": [{"curve": [1.0, 0.5], "value": 0.0}, {"curve": [1.0, 1.5], "value": -0.1}]}
+    plot({"tiny": (2, found)}, tmp_path / "kuhn.png")
+    assert (tmp_path / "kuhn.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize("compare", COMPARED)

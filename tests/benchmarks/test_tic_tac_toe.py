@@ -2,7 +2,10 @@
 
 import pytest
 import torch
-from benchmarks.tic_tac_toe import LETTERS, SEATS, VOCABULARY, judged, table, train
+from benchmarks.records import Records
+from benchmarks.tic_tac_toe import COMPARED, LETTERS, SEATS, VOCABULARY, judged, table, train
+
+from benchmarks import tic_tac_toe
 
 
 class Perfect(torch.nn.Module):
@@ -35,3 +38,16 @@ def test_a_short_run_is_judged_at_both_ends():
     found = train("role", seed=0, steps=2, games=8)
     assert all(len(curve) == 2 for curve in found.values()) and set(found) == {*SEATS, "illegal"}
     assert "| role |" in table({"role": [found]})
+
+
+def test_finished_runs_are_read_and_a_fall_is_counted(tmp_path, capsys):
+    """Both seats go from 0.5 to 0.1 against the uniform player with `group`, and stay otherwise: one collapse."""
+    records = Records(tmp_path / "runs.jsonl")
+    for compare in COMPARED:
+        curves = {name: [-1.0, 0.5, 0.1 if compare == "group" else 0.5] for name in (*SEATS, "illegal")}
+        records.add(compare=compare, seed=0, steps=50, curves=curves)
+    given = ["--seeds", "1", "--steps", "50", "--records", str(records.path), "--plot", str(tmp_path / "it.png")]
+    tic_tac_toe.main(given)
+    said = capsys.readouterr().out
+    assert "group: 1 of 1 runs fall by more than 0.2; the largest fall is 0.40" in said
+    assert "role: 0 of 1 runs" in said and (tmp_path / "it.png").stat().st_size > 1000
