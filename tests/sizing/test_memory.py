@@ -411,4 +411,5 @@ def test_a_loaded_model_is_planned_in_its_own_dtype(tmp_path):
         AutoModelForCausalLM.from_config(config),
     )
     whole = estimate_of(args, model).weights
+    assert estimate_of(args, model, Opponents(1, 5)).opponents == 6 * whole
     assert estimate_of(args, model.to(torch.bfloat16)).weights * 2 == whole and args.model_init_kwargs is None

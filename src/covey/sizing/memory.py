@@ -304,7 +304,7 @@ def _estimate(
     return replace(sampled, kv_cache=0, packed=0, copy=0) if args.samples_elsewhere else sampled
 
 
-def estimate_of(args: Any, model: Any) -> MemoryEstimate:
+def estimate_of(args: Any, model: Any, opponents: Opponents | None = None) -> MemoryEstimate:
     """Estimate the memory of a run with the parameters of its loaded model, in the dtype that they have."""
     base = base_model(model)
     if not getattr(base, "is_quantized", False):  # quantised weights are counted as float32
@@ -315,7 +315,7 @@ def estimate_of(args: Any, model: Any) -> MemoryEstimate:
     adapter: dict[str, Any] | None = {} if has_adapter(model) else None
     loaded = sum(p.numel() * p.element_size() for p in model.parameters()) if args.device.type == "cpu" else 0
     available = available_bytes(args) + loaded
-    return estimate(base.config, args, peft=adapter, counts=counts, device_bytes=available)
+    return estimate(base.config, args, peft=adapter, counts=counts, device_bytes=available, opponents=opponents)
 
 
 def available_bytes(args: Any) -> int:

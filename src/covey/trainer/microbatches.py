@@ -7,7 +7,7 @@ undone: the gradient is the same.
 
 import gc
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -226,7 +226,7 @@ def _memory_plan(run: Run) -> MemoryEstimate | None:
     if run.device.type != "cuda" and not may_keep(run.args):
         return None
     try:
-        return estimate_of(run.args, run.policy)
+        return estimate_of(run.args, run.policy, run.opponents)
     except (AttributeError, TypeError, ValueError) as error:
         if run.device.type == "cuda":
             warnings.warn(
@@ -373,6 +373,11 @@ def nominal_parts(rollouts: int, rows: int, ranks: int) -> list[Tensor]:
     """Rollouts of each nominal micro-batch, `rows` of every rank; 8, 2 and 2 give [[0, 1, 4, 5], [2, 3, 6, 7]]."""
     by_rank = torch.arange(rollouts).view(ranks, -1)
     return [part.flatten() for part in by_rank.split(rows, dim=1)]
+
+
+def micro_batches_of(present: Sequence[bool], rows: int) -> int:
+    """Number of nominal micro-batches of `rows` rollouts, without those that hold absent ones alone."""
+    return sum(any(present[start : start + rows]) for start in range(0, len(present), rows))
 
 
 def spread(micro_batches: list[TrainBatch], micro_steps: int) -> list[list[TrainBatch]]:

@@ -16,8 +16,9 @@ from covey.rollout.agents import with_agent
 from covey.rollout.collector import Collector
 from covey.rollout.vision import tokenizer_of
 from covey.runtime.user_code import report
+from covey.sizing.memory import Opponents
 from covey.trainer import build
-from covey.trainer.build_rollouts import rows_to_train_on
+from covey.trainer.build_rollouts import rows_to_train_on, seats_of_programs
 from covey.trainer.checks import check_datasets, check_fit, check_policy, check_routes
 from covey.trainer.evaluation.suites import as_of_sources, with_user_messages
 from covey.trainer.run import Run
@@ -42,6 +43,14 @@ class Arguments:
     @property
     def sources(self) -> Sources | None:
         return self.train_dataset if isinstance(self.train_dataset, Sources) else None
+
+    @property
+    def opponents(self) -> Opponents:
+        """Copies of the policy that seats ask for, those of programs included."""
+        given = [seat for seats in (self.seats, self.eval_seats) for seat in (seats or {}).values()]
+        factory = self.environment_factory
+        of_programs = seats_of_programs(factory.values() if isinstance(factory, dict) else [factory])
+        return Opponents.of([*given, *of_programs], self.args.opponents_kept)
 
     @property
     def prompts_required(self) -> bool:

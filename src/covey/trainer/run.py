@@ -17,6 +17,7 @@ from covey.data.sources import Sources
 from covey.observability.activity import Activity
 from covey.observability.metrics import MetricLog, PhaseTimer, Timeline
 from covey.runtime.user_code import report
+from covey.sizing.memory import Opponents
 from covey.trainer.distributed.collectives import Collectives
 from covey.trainer.distributed.sharding import Sharding, sharding_of
 
@@ -83,6 +84,7 @@ class Run:
     activity: Activity
     phases: PhaseTimer
     sources: Sources | None = None  # of training prompts; None: one dataset
+    opponents: Opponents | None = None  # copies of the policy that it plays against, for plans of memory
 
     def masks_truncated(self, source: str) -> bool:
         """True where nothing is learned from truncated completions of a source."""
@@ -110,6 +112,7 @@ def make_run(
     accelerator: Accelerator,
     state: Callable[[], TrainerState],
     sources: Sources | None = None,
+    opponents: Opponents | None = None,
 ) -> Run:
     """A run with services of its own."""
     rank, size = accelerator.process_index, accelerator.num_processes
@@ -134,4 +137,5 @@ def make_run(
         activity=activity,
         phases=PhaseTimer(notice=notice, span=timeline.phase),
         sources=sources,
+        opponents=opponents,
     )

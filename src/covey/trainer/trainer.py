@@ -191,7 +191,8 @@ class OnlineTrainer(TrainingLoop):
             reuse_freed_memory()
         show_own_warnings_plainly()
         method, policy = Method(args, self.make_algorithm, given.by_source), unwrapped(self.model)
-        self.run = run = make_run(args, method, policy, self.accelerator, lambda: self.state, given.sources)
+        parts_of_run = method, policy, self.accelerator, lambda: self.state, given.sources, given.opponents
+        self.run = run = make_run(args, *parts_of_run)
         self.sharding, self.collectives = run.sharding, run.collectives
         self.metrics, self.timeline = run.metrics, run.timeline
         self.scorer = build.build_scorer(args, tokenizer, self.accelerator, vision)

@@ -34,7 +34,13 @@ CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"
 
 
 def build_colocated(
-    args: OnlineConfig, model: Any, tokenizer: Any, accelerator: Any, policy: Callable[[], Any], vision: Vision | None
+    args: OnlineConfig,
+    model: Any,
+    tokenizer: Any,
+    accelerator: Any,
+    policy: Callable[[], Any],
+    vision: Vision | None,
+    opponents: memory.Opponents | None = None,
 ) -> VllmColocateEngine:
     """Start vLLM in this process, asleep or without weights until the first update. `vision` expands its images."""
     size, processes = args.vllm_tensor_parallel_size, accelerator.num_processes
@@ -53,7 +59,7 @@ def build_colocated(
     (tokenizer if vision is None else vision.processor).save_pretrained(folder.name)
     arguments = {
         **engine_arguments(args, model, folder.name, accelerator),
-        **memory_arguments(args, model, accelerator.device),
+        **memory_arguments(args, model, accelerator.device, opponents),
         **adapter_arguments(args, model),
         **(args.vllm_engine_kwargs or {}),  # type: ignore[dict-item] # a config parses JSON
         "enable_sleep_mode": sleeping,
@@ -117,14 +123,17 @@ def adapter_arguments(args: OnlineConfig, model: Any) -> dict[str, Any]:
     return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": most}
 
 
-def memory_arguments(args: OnlineConfig, model: Any, device: torch.device) -> dict[str, Any]:
+def memory_arguments(
+    args: OnlineConfig, model: Any, device: torch.device, opponents: memory.Opponents | None
+) -> dict[str, Any]:
     """Memory of vLLM: a share of a GPU, or a cache of fixed size on a CPU."""
     on_cpu, share = device.type == "cpu", args.vllm_gpu_memory_utilization
     if on_cpu and os.environ.get(CPU_CACHE):
         return {}
     if not on_cpu and share != "auto":
         return {"gpu_memory_utilization": share}
-    estimate = memory.estimate_of(args, model)  # as `covey explain` does, with the parameters of the loaded model
+    # as `covey explain` does, with the parameters of the loaded model
+    estimate = memory.estimate_of(args, model, opponents)
     engine = vllm_memory.engine_memory(estimate, base_model(model).config, args)
     if on_cpu:
         return {"kv_cache_memory_bytes": vllm_memory.cpu_cache_bytes(engine, available_memory())}

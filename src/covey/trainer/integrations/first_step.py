@@ -16,13 +16,13 @@ from covey.runtime.files import written_whole
 from covey.runtime.process_memory import peak_memory
 from covey.runtime.user_code import report
 from covey.runtime.waiting import CoreUse, Waiting, cores, used_by_others
-from covey.sizing.memory import estimate_of, readable
+from covey.sizing.memory import Opponents, estimate_of, readable
 
 
-def planned_bytes(args: Any, policy: Any) -> int | None:
+def planned_bytes(args: Any, policy: Any, opponents: Opponents | None) -> int | None:
     """Peak of memory by the formulas of `covey.sizing`; None for a model that they do not know."""
     with suppress(AttributeError, TypeError, ValueError):
-        return estimate_of(args, policy).peak
+        return estimate_of(args, policy, opponents).peak
     return None
 
 
