@@ -77,6 +77,13 @@ def test_lengths_of_all_and_of_terminated_completions():
     assert stats["completions/clipped_ratio"] == 0.5
 
 
+def test_rollouts_that_were_not_played_have_no_length():
+    stats = example_stats(lengths=[2, 4, 0, 0], truncated=[False, True, True, False], played=[True, True, False, False])
+    assert [stats[f"completions/{which}_length"] for which in ("mean", "min", "max")] == [3, 2, 4]
+    assert [stats[f"completions/{which}_terminated_length"] for which in ("mean", "min", "max")] == [2, 2, 2]
+    assert stats["completions/clipped_ratio"] == 0.5
+
+
 def test_rewards_under_both_names_leave_out_abstentions():
     stats = example_stats()
     for spelling in ("reward", "rewards"):

@@ -106,7 +106,7 @@ def train(output, settings):
     settings = dict(settings)
     method = settings.pop("method")
     flags = ("lora", "settled", "out_of_memory", "perturbed", "by_steps", "pads_at_the_last", "environments")
-    flags += ("experts", "suites", "sources", "taught")
+    flags += ("experts", "suites", "sources", "unequal", "taught")
     chosen = {name for name in flags if settings.pop(name, False)}
     player = settings.pop("player", None)
     parts = {}
@@ -133,6 +133,10 @@ def train(output, settings):
             "b": {"weight": 1, "reward_funcs": rewarded_by_steps, "scale_rewards": "batch", "average": "own"},
             "c": {"weight": 1, "max_completion_length": 3, "mask_truncated_completions": True},
         }
+    if "unequal" in chosen:
+        rows = tiny.rows(16)
+        parts["train_dataset"] = {"a": rows[:8], "b": rows[8:]}
+        parts["sources"] = {"a": {"weight": 1, "num_generations": 4}, "b": {"weight": 1}}
     if "settled" in chosen:
         parts["reward_funcs"] = longer_for_odd
     if "taught" in chosen:  # rows with and without a teacher, at one process more than at the other

@@ -3,13 +3,18 @@
 import warnings
 from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from covey import EvalSuite
+from covey.algorithms import grpo
+from covey.algorithms.credit import Judge, assign_credit, credit_by_source
 from covey.core.findings import CheckError
-from covey.data.sources import Source, Sources, SourceSettings
+from covey.core.records import GameSeat, Scores
+from covey.data import gates
+from covey.data.sources import Source, Sources, SourceSettings, check_groups, check_sources
 from covey.observability.record_files import read_rows
 from covey.rewards import per_completion
 from covey.trainer.experience import SourceShares
@@ -364,3 +369,120 @@ def test_gates_of_a_source_need_advantages_of_groups(tmp_path):
         made(gates={"signal": True})
     assert [finding.code for finding in raised.value.findings] == ["roles-unfiltered"]
     made(gates={"reward_range": {"above": 0}})
+
+
+# ---- groups of different sizes ---------------------------------------------------------------------------------------
+
+UNEQUAL = {"small": {"weight": 1, "num_generations": 4}, "large": {"weight": 1}}
+OF_EIGHT = {"num_generations": 8, "per_device_train_batch_size": 8, "generation_batch_size": 16}
+CUTS = {"max_tokens_per_micro_batch": 64}  # the same for both, as sums round by the cuts
+
+
+def unequal(tmp_path, folder="run", **changes):
+    """Two prompts in a rollout batch, one with four completions and one with eight."""
+    parts = {"train_dataset": dict(zip(UNEQUAL, rows(3, 3), strict=True)), "sources": UNEQUAL}
+    settings = {**OF_EIGHT, "max_steps": 3, **changes}
+    return runs.trainer(tmp_path / folder, parts=parts, **settings)
+
+
+def test_groups_of_four_and_of_eight_have_the_advantages_of_runs_of_their_own(tmp_path):
+    run = unequal(tmp_path)
+    run.train()
+    batches = recorded(tmp_path / "run")
+    assert [Counter((row["source"], row["finish"] == "absent") for row in batch) for batch in batches] == [
+        {("small", False): 4, ("small", True): 4, ("large", False): 8}
+    ] * 3
+    for batch in batches:
+        for source, size in (("small", 4), ("large", 8)):
+            own = [row for row in batch if row["source"] == source and row["finish"] != "absent"]
+            scores = Scores(
+                torch.tensor([[row["reward/longer"]] for row in own]), [{}] * size, [row["length"] for row in own]
+            )
+            alone = assign_credit(run.run.algorithm, torch.ones(1), scores, size).of_completions()
+            assert alone.tolist() == pytest.approx([row["advantage"] for row in own], rel=1e-6)
+        assert not any(row["length"] for row in batch if row["finish"] == "absent")
+    assert runs.history(run, "source/small/prompts") == [0.5] * 3
+    shortest = [min(row["length"] for row in batch if row["finish"] != "absent") for batch in batches]
+    assert runs.history(run, "completions/min_length") == shortest and min(shortest) > 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"scale_rewards": "group"},
+        {"scale_rewards": "batch"},
+        {"scale_rewards": "none", "compare": "role"},
+        {"advantages": "maxrl"},
+        {"advantages": "pass_at_k", "pass_at_k": 2},
+        {"advantages": "reinforce_plus_plus"},
+    ],
+)
+def test_credit_in_groups_of_two_sizes_is_exactly_that_of_each_alone(settings):
+    algorithm, ones = grpo.algorithm(runs.config("unused", **{**OF_EIGHT, **settings})), torch.ones(1)
+    rewards = torch.rand(16, 1, generator=torch.Generator().manual_seed(1)).round(decimals=1)
+    absent = [False] * 4 + [True] * 4 + [False] * 8
+    rewards[absent] = torch.nan
+    seats = [GameSeat("" if gone else ("first", "second")[place % 2]) for place, gone in enumerate(absent)]
+    lengths, sources = [0 if gone else 3 for gone in absent], ["small"] * 8 + ["large"] * 8
+    scores = Scores(rewards, [{}] * 16, lengths, seats, sources, absent)
+    credit = credit_by_source(lambda name: Judge(algorithm, ones), scores, 8).of_completions()
+    for place, size in ((0, 4), (8, 8)):
+        own = slice(place, place + size)
+        alone = Scores(rewards[own], [{}] * size, lengths[own], seats[own])
+        assert torch.equal(credit[own], assign_credit(algorithm, ones, alone, size).of_completions())
+        assert credit[own].any()
+    assert not credit[4:8].any()
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "bnpo"])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_source_of_smaller_groups_alone_trains_as_a_run_of_that_size(tmp_path, loss_type, steps):
+    """Equal bit by bit, in one update of a rollout batch and in several rollout batches of an update."""
+    settings = {"loss_type": loss_type, "max_steps": 2, "gradient_accumulation_steps": 2 * steps, **CUTS}
+    alone = {"train_dataset": {"small": rows(4)[0]}}
+    padded = runs.trainer(
+        tmp_path / "padded", parts={**alone, "sources": {"small": UNEQUAL["small"]}}, **{**OF_EIGHT, **settings}
+    )
+    padded.train()
+    small = {"num_generations": 4, "per_device_train_batch_size": 4, "generation_batch_size": 8}
+    plain = runs.trainer(tmp_path / "plain", parts=alone, **small, **settings)
+    plain.train()
+    assert all(torch.equal(one, two) for one, two in zip(*map(runs.weights, (padded, plain)), strict=True))
+    kept = ("reward", "completions/mean_length", "completions/clipped_ratio", "source/small/reward", "num_tokens")
+    for name in (*kept, "frac_reward_zero_std", "completions/distinct", "reward_std", "loss"):
+        assert runs.history(padded, name) == runs.history(plain, name), name
+
+
+def test_a_run_with_unequal_groups_continues(tmp_path):
+    straight = unequal(tmp_path, "straight", max_steps=4)
+    straight.train()
+    unequal(tmp_path, "cut", max_steps=2, save_strategy="steps", save_steps=2).train()
+    resumed = unequal(tmp_path, "cut", max_steps=4)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-2"))
+    assert all(torch.equal(one, two) for one, two in zip(*map(runs.weights, (straight, resumed)), strict=True))
+
+
+def test_gates_see_the_completions_of_a_smaller_group(tmp_path):
+    seen = []
+    small = {**UNEQUAL["small"], "gates": {"max_truncated": 0.5}}
+    with mock.patch.object(gates, "max_truncated", lambda group, share: seen.append(len(group.truncated)) or True):
+        parts = {"train_dataset": dict(zip(UNEQUAL, rows(3, 3), strict=True)), "sources": {**UNEQUAL, "small": small}}
+        runs.trainer(tmp_path, parts=parts, **{**OF_EIGHT, "max_steps": 1}).train()
+    assert set(seen) == {4}
+
+
+@pytest.mark.parametrize(
+    ("own", "run", "words"),
+    [
+        ({"num_generations": 16}, {}, "is above the run's 8"),
+        ({"num_generations": 1}, {}, "there is none"),
+        ({"num_generations": 3}, {"rollouts_per_game": 2}, "no whole number of games"),
+        ({"num_generations": 2, "advantages": "pass_at_k", "pass_at_k": 3}, {}, "below pass_at_k=3"),
+        ({"num_generations": 0}, {}, "whole number, 1 or more"),
+    ],
+)
+def test_sizes_of_groups_that_cannot_be(own, run, words):
+    source = Sources([Source("small", [{}] * 3, SourceSettings(**own))])
+    args = runs.config("unused", **{**OF_EIGHT, **run})
+    found = [*check_groups(source, args), *check_sources({"small": [{}]}, {"small": own}, None)]
+    assert words in " ".join(one.sentence for one in found)

@@ -52,11 +52,13 @@ class RolloutComparison:
 
     def subgroups(self, scores: Scores, group_size: int) -> Tensor:
         """Completions that are compared with each other, [P, G] int64: numbers in order of appearance, -1 for none."""
-        members: dict[tuple[str | int, ...], list[int]] = {}
-        for number, seat in enumerate(scores.seats):
-            members.setdefault((number // group_size, *self.key(seat)), []).append(number)
-        if not members:
+        if not scores.seats and not scores.absent:
             return whole_groups(len(scores.lengths), group_size)
+        members: dict[tuple[str | int, ...], list[int]] = {}
+        seats = scores.seats or [NO_SEAT] * len(scores.lengths)
+        for number, (seat, present) in enumerate(zip(seats, scores.present, strict=True)):
+            if present:
+                members.setdefault((number // group_size, *self.key(seat)), []).append(number)
         most = max(map(len, members.values()))
         return torch.tensor([[*own, *[-1] * (most - len(own))] for own in members.values()])
 

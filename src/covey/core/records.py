@@ -66,6 +66,7 @@ class PromptSample:
     sample: int  # index among the prompt's completions, from 0 to G - 1
     source: str = ""  # name of the row's source (`covey.data.sources`); "" in a run without
     max_tokens: int | None = None  # most tokens of the completion, where its source has a limit of its own
+    absent: bool = False  # nothing is sampled, as groups of its source are smaller than those of the run
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # the completion reached `max_completion_length`, or the context ended: truncated
     TOOL_BUDGET = "tool_budget"  # the tool-calling iterations were used up
     ERROR = "error"  # something outside the policy failed; the rollout holds the tokens up to the failure
-    ABSENT = "absent"  # a placeholder without tokens: its game had fewer trained seats than others
+    ABSENT = "absent"  # a placeholder without tokens: its game or group has fewer rollouts than others
 
 
 @dataclass(slots=True)
@@ -211,12 +212,26 @@ class Rollout:
         return self.finish not in (FinishReason.STOP, FinishReason.ABSENT)
 
     @property
+    def absent(self) -> bool:
+        return self.finish is FinishReason.ABSENT
+
+    @property
+    def played(self) -> bool:
+        """False for one that is absent, or that failed before the policy had sampled a token: it has no length."""
+        return not self.absent and (self.finish is not FinishReason.ERROR or any(self.sampled))
+
+    @property
     def num_sampled(self) -> int:
         return sum(self.sampled)
 
     @property
     def num_turns(self) -> int:
         return max(len(self.turn_ends), int(any(self.sampled)))
+
+
+def absent_rollout(prompt_ids: list[int], completion: str | list[Message]) -> Rollout:
+    """A rollout that fills up a game or a group, with an empty `completion`: nothing is learned from it."""
+    return Rollout(prompt_ids, [], [], [], completion, FinishReason.ABSENT, entropies=[], versions=[])
 
 
 class GameSeat(NamedTuple):
@@ -241,24 +256,32 @@ class Scores:
     lengths: list[int]  # [N] completion tokens, including those of tool results
     seats: list["GameSeat"] = field(default_factory=list)  # [N]; empty where no completion belongs to a game
     sources: list[str] = field(default_factory=list)  # [N] names of the rows' sources; empty in a run without sources
+    absent: list[bool] = field(default_factory=list)  # [N] true for placeholders; empty where there are none
 
     @classmethod
     def joined(cls, parts: Sequence["Scores"]) -> "Scores":
-        with_seats = any(part.seats for part in parts)
+        with_seats, with_absent = any(part.seats for part in parts), any(part.absent for part in parts)
         return cls(
             torch.cat([part.rewards for part in parts]),
             [steps for part in parts for steps in part.steps],
             [length for part in parts for length in part.lengths],
             [seat for part in parts for seat in part.seats or [NO_SEAT] * len(part.lengths)] if with_seats else [],
             [source for part in parts for source in part.sources],
+            [gone for part in parts for gone in part.absent or [False] * len(part.lengths)] if with_absent else [],
         )
+
+    @property
+    def present(self) -> list[bool]:
+        """[N] true for all but absent rollouts."""
+        return [not gone for gone in self.absent] or [True] * len(self.lengths)
 
     def take(self, rows: Tensor) -> "Scores":
         """The scores of the completions `rows` [R], in this order."""
         chosen = rows.tolist()
-        seats, sources = ([values[n] for n in chosen] if values else [] for values in (self.seats, self.sources))
+        named = (self.seats, self.sources, self.absent)
+        seats, sources, absent = ([values[n] for n in chosen] if values else [] for values in named)
         steps, lengths = [self.steps[n] for n in chosen], [self.lengths[n] for n in chosen]
-        return Scores(self.rewards[rows], steps, lengths, seats, sources)
+        return Scores(self.rewards[rows], steps, lengths, seats, sources, absent)
 
     def by_source(self) -> dict[str, Tensor]:
         """Indexes of the completions of each source, in order: [n] int64 by the source's name."""
@@ -309,7 +332,8 @@ class RolloutBatch:
         """Rewards, lengths, seats and sources: the part of the batch that is sent to other processes."""
         lengths = [len(rollout.completion_ids) for rollout in self.rollouts]
         sources = [sample.source for sample in self.samples] if any(sample.source for sample in self.samples) else []
-        return Scores(self.rewards, self.steps, lengths, seats_of(self.samples, self.rollouts), sources)
+        absent = [one.absent for one in self.rollouts] if any(one.absent for one in self.rollouts) else []
+        return Scores(self.rewards, self.steps, lengths, seats_of(self.samples, self.rollouts), sources, absent)
 
     def __getitem__(self, part: slice) -> "RolloutBatch":
         columns = {name: values[part] for name, values in self.columns.items()}
@@ -345,7 +369,8 @@ class RankShard:
     staleness: int  # largest age, in optimizer steps, of the weights that a token was sampled with
     lengths: list[int]  # n, sampled tokens
     truncated: list[bool]  # n, `Rollout.truncated`
-    prompt_tokens: int  # sum over the n completions
+    played: list[bool]  # n, `Rollout.played`
+    prompt_tokens: int  # sum over the n completions, without placeholders
     entropies: list[float | None]  # n, mean over a completion's sampled tokens, in nats; None if unknown or not needed
     likeness: list[Any]  # n, `covey.core.likeness.Keys`, by which completions are compared
     terms: dict[str, Any] = field(default_factory=dict)  # `covey.core.terms.TermCounts` by the name of the loss's term
@@ -362,6 +387,7 @@ class Experience:
     entropy: list[dict[str, Stat]]
     stats: list[dict[str, Stat]] = field(default_factory=list)  # metrics of sampling, rewards, scores and credit
     sources: list[str] = field(default_factory=list)  # names of the rollouts' sources; empty in a run without sources
+    absent: list[bool] = field(default_factory=list)  # true for placeholders among the rollouts; as in `Scores`
 
 
 @dataclass(frozen=True)

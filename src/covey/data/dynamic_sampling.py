@@ -37,6 +37,7 @@ class SamplingRound:
     scores: Scores
     lengths: Sequence[int]  # [N] sampled tokens
     truncated: Sequence[bool]  # [N]
+    played: Sequence[bool]  # [N] it has a length (`Rollout.played`)
     likeness: Sequence[Keys]  # [N]
     processed_tokens: int  # of prompts and completions
     sources: list[str]  # [P] names of the prompts' sources, "" in a run without
@@ -214,14 +215,23 @@ class PromptChooser:
         """Gather the scores of a round, and add them to the histories. Collective."""
         pairs = zip(mine.samples, mine.rollouts, strict=True)
         facts = [
-            (draw.prompt, draw.source, one.num_sampled, one.truncated, len(one.prompt_ids), keys_of(draw, one))
+            (
+                draw.prompt,
+                draw.source,
+                one.num_sampled,
+                one.truncated,
+                one.played,
+                len(one.prompt_ids) * (not one.absent),
+            )
             for draw, one in pairs
         ]
-        everyone = self.gather((mine.scores, facts))
-        each_prompt, each_source, lengths, truncated, prompt_lengths, likeness = zip(
-            *(fact for _, part in everyone for fact in part), strict=True
+        likeness = [keys_of(*pair) for pair in zip(mine.samples, mine.rollouts, strict=True)]
+        everyone = self.gather((mine.scores, facts, likeness))
+        each_prompt, each_source, lengths, truncated, played, prompt_lengths = zip(
+            *(fact for _, part, _ in everyone for fact in part), strict=True
         )
-        scores = Scores.joined([part for part, _ in everyone])
+        likeness = [keys for _, _, part in everyone for keys in part]
+        scores = Scores.joined([part for part, _, _ in everyone])
         group = self.algebra.num_generations
         prompts, sources = list(each_prompt[::group]), list(each_source[::group])
         for choice in self.choices:
@@ -238,6 +248,7 @@ class PromptChooser:
             scores=scores,
             lengths=lengths,
             truncated=truncated,
+            played=played,
             likeness=likeness,
             processed_tokens=sum(lengths) + sum(prompt_lengths),
             sources=sources,

@@ -107,13 +107,20 @@ def facts_of_groups(
     learned: Sequence[bool],
     rows: Sequence[dict[str, Any]],
 ) -> list[GroupFacts]:
-    """[P] facts of groups, from completions [N] of which those of a group are consecutive; `rows` are [P]."""
+    """[P] facts of groups, from completions [N] of which those of a group are consecutive; `rows` are [P].
+
+    Placeholders (absent rollouts) are no completions of a group.
+    """
     size, rewards = len(lengths) // max(len(rows), 1), scores.rewards.tolist()
     distinct: list[dict[float, None]] = [{} for _ in lengths]
     for completion, value in zip(credit.ends.rows.tolist(), credit.ends.to_go.float().tolist(), strict=True):
         distinct[completion][value] = None
     columns: tuple[Sequence[Any], ...] = (rewards, totals, [*map(list, distinct)], lengths, truncated, learned)
+    present = scores.present
+    groups = [
+        [number for number in range(size * place, size * place + size) if present[number]] for place in range(len(rows))
+    ]
     return [
-        GroupFacts(row, *(list(column[place * size : (place + 1) * size]) for column in columns))
-        for place, row in enumerate(rows)
+        GroupFacts(row, *([column[number] for number in own] for column in columns))
+        for row, own in zip(rows, groups, strict=True)
     ]

@@ -105,9 +105,11 @@ class PromptDataset(Dataset):
         if not isinstance(rows := self.rows, Sources):
             return [PromptSample(fetched[prompt], prompt, sample) for prompt, sample in slots]
         names = {prompt: rows.names[rows.of(prompt)] for prompt in fetched}
+        limits, sizes = rows.limits, rows.group_sizes
         return [
-            PromptSample(fetched[prompt], prompt, sample, names[prompt], rows.limits.get(names[prompt]))
+            PromptSample(fetched[prompt], prompt, sample, name, limits.get(name), sample >= sizes.get(name, sample + 1))
             for prompt, sample in slots
+            for name in (names[prompt],)
         ]
 
 

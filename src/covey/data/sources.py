@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from covey.algorithms import ADVANTAGES
-from covey.algorithms.comparison import WITHIN
+from covey.algorithms.comparison import ROLE_AVERAGE, WITHIN
 from covey.config.choosing import check_gates, check_sampler
 from covey.config.fields import LIMITS
 from covey.config.messages import closest
@@ -41,7 +41,7 @@ REFUSED = {
     **dict.fromkeys(("generation_kwargs", "keep_sampling_mask"), _ONE_DISTRIBUTION),
     **dict.fromkeys(("loss_type", "epsilon", "epsilon_high", "delta", "beta", "kl_estimator"), _ONE_LOSS),
     **dict.fromkeys(("importance_sampling_level", "entropy_coef", "num_iterations", "method"), _ONE_LOSS),
-    **dict.fromkeys(("num_generations", "generation_batch_size"), "groups of a rollout batch are of one size"),
+    "generation_batch_size": "a rollout batch is of all sources",
     **dict.fromkeys(("learning_rate", "max_steps", "num_train_epochs"), "an update is of all sources"),
 }
 """Settings that all sources of a run share, with the reason."""
@@ -64,6 +64,7 @@ class SourceSettings:
         system_prompt, chat_template_kwargs: for those of its rows that have none of their own.
         teacher: name of the teacher of its rows, if `teacher` of the config has several.
         max_completion_length: most tokens of its completions, at most the run's.
+        num_generations: completions of each of its prompts, at most the run's.
         mask_truncated_completions, advantages, scale_rewards, pass_at_k, compare: as in the config.
         average: "joint": its tokens are averaged together with those of other sources; "own": separately.
         loss_weight: with `average="own"`, the factor of its average; None: the source's share of the prompts.
@@ -80,6 +81,7 @@ class SourceSettings:
     chat_template_kwargs: dict[str, Any] | None = None
     teacher: str | None = None
     max_completion_length: int | None = None
+    num_generations: int | None = None
     mask_truncated_completions: bool | None = None
     advantages: str | None = None
     scale_rewards: Any = None
@@ -140,6 +142,9 @@ class Sources(Sequence[Any]):
         limits = {one.name: one.settings.max_completion_length for one in self.sources}
         self.limits: dict[str, int] = {name: limit for name, limit in limits.items() if limit is not None}
         """Most tokens of a completion, by source, where it has a limit of its own."""
+        sizes = {one.name: one.settings.num_generations for one in self.sources}
+        self.group_sizes: dict[str, int] = {name: size for name, size in sizes.items() if size is not None}
+        """Completions of a prompt, by source, where it has a number of its own."""
 
     def __len__(self) -> int:
         return self.firsts[-1]
@@ -168,7 +173,8 @@ class Sources(Sequence[Any]):
     def named(self, name: str, rows: Any, limited: bool = True) -> "Sources":
         """Other rows with the settings of a source; its length limit only if `limited`."""
         known = next(one for one in self.sources if one.name == name)
-        settings = known.settings if limited else dataclasses.replace(known.settings, max_completion_length=None)
+        settings = dataclasses.replace(known.settings, num_generations=None)  # evaluations have their own
+        settings = settings if limited else dataclasses.replace(settings, max_completion_length=None)
         filled = with_system_message(settings.system_prompt, rows)
         return Sources([dataclasses.replace(known, rows=filled, settings=settings)])
 
@@ -188,13 +194,17 @@ class Sources(Sequence[Any]):
         limits = [self.limits.get(name, of_run) for name in self.names]
         return torch.tensor([limits[number] for number in numbers.tolist()], device=device)
 
-    def sizes(self, numbers: Tensor, trained: Sequence[int]) -> "SourceSizes":
-        """Rollouts and trained tokens of each source, from rollouts whose sources are `numbers` [B]."""
-        rows, tokens = [0] * len(self.sources), [0] * len(self.sources)
-        for number, count in zip(numbers.tolist(), trained, strict=True):
-            rows[number] += 1
+    def sizes(self, numbers: Tensor, trained: Sequence[int], present: Sequence[bool] = ()) -> "SourceSizes":
+        """Rollouts and trained tokens of each source, from rollouts whose sources are `numbers` [B].
+
+        Only those that are `present` [B] count as rollouts; empty: all.
+        """
+        rows, slots, tokens = ([0] * len(self.sources) for _ in range(3))
+        for number, count, there in zip(numbers.tolist(), trained, present or [True] * len(trained), strict=True):
+            rows[number] += there
+            slots[number] += 1
             tokens[number] += count
-        return SourceSizes(rows, tokens)
+        return SourceSizes(rows, tokens, slots)
 
     def term_sizes(self, numbers: Tensor, tokens: Sequence[int]) -> "SourceSizes":
         """Rollouts that have tokens of a term of the loss, and the number of these tokens [B], by source."""
@@ -210,8 +220,9 @@ class Sources(Sequence[Any]):
 class SourceSizes(NamedTuple):
     """Rollouts and trained tokens of each source, by which an average of its own divides."""
 
-    rows: list[int]
+    rows: list[int]  # without absent rollouts
     tokens: Sequence[float]
+    slots: list[int]  # with absent rollouts: in proportion to the prompts
 
 
 def averaged_by_source(
@@ -233,14 +244,14 @@ def averaged_by_source(
     others = [place for place in range(len(sources.sources)) if place not in own]
     pools = []
     for places in (*([place] for place in own), others):
-        rows, counted = sum(sizes.rows[place] for place in places), sizes if of_term is None else of_term
+        slots, counted = sum(sizes.slots[place] for place in places), sizes if of_term is None else of_term
         weight = None if places is others else sources.sources[places[0]].settings.loss_weight
         pools.append(
             Pool(
                 torch.isin(members, torch.tensor(places, dtype=torch.long, device=members.device)),
                 rows_per_update=sum(counted.rows[place] for place in places) / updates,
                 tokens_per_update=sum(counted.tokens[place] for place in places) / updates,
-                factor=rows / sum(sizes.rows) if weight is None else weight,
+                factor=slots / sum(sizes.slots) if weight is None else weight,
             )
         )
     return pooled(weighting, pools)
@@ -474,7 +485,7 @@ def _check_setting(name: str, value: Any, place: str) -> Iterator[Finding]:
             yield from LIMITS["difficulty_floor"].check(shown, value)
         elif not 0 <= value < math.inf:
             yield Finding.error("source-setting", f"{shown}={value!r} must be 0 or more, and finite.")
-    elif name in ("max_completion_length", "pass_at_k"):
+    elif name in ("max_completion_length", "num_generations", "pass_at_k"):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             yield Finding.error("source-setting", f"{shown}={value!r} must be a whole number, 1 or more.")
     elif name == "scale_rewards":
@@ -557,6 +568,28 @@ def check_sizes(sources: Sources, prompts: int, batches: int, steps_per_batch: f
                     f" draws up to {count} of it by its weight: one row would come twice.",
                     "Lower its weight, give it more rows, or draw fewer prompts at a time.",
                 )
+
+
+def check_groups(sources: Sources, args: Any) -> Iterator[Finding]:
+    """Errors of sources with groups of their own size, in a run with the config `args`."""
+    for source in sources.sources:
+        own, size = source.settings, source.settings.num_generations
+        if size is None:
+            continue
+        shown, k = f"sources: {source.name}: num_generations={size}", own.pass_at_k or args.pass_at_k
+        if size > args.num_generations:
+            fix = "Raise the run's, which is the size of the largest groups, or lower the source's."
+            yield Finding.error("source-setting", f"{shown} is above the run's {args.num_generations}.", fix)
+        elif size < 2 and not own.teacher and args.compare != ROLE_AVERAGE:
+            evidence = f"{shown}: a completion is compared with the others of its prompt, and there is none."
+            yield Finding.error("source-setting", evidence, "Set 2 or more.")
+        elif size % args.rollouts_per_game:
+            evidence = f"{shown} is no whole number of games of rollouts_per_game={args.rollouts_per_game}."
+            yield Finding.error("source-setting", evidence, "Set a multiple of it.")
+        elif (own.advantages or args.advantages) == "pass_at_k" and k > size:
+            yield Finding.error(
+                "source-setting", f"{shown} is below pass_at_k={k}.", "Raise the one or lower the other."
+            )
 
 
 def check_rarest(sources: Sources, prompts: int) -> Iterator[Finding]:

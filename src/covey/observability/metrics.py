@@ -116,6 +116,7 @@ def rollout_batch_stats(
     *,
     lengths: Sequence[int],
     truncated: Sequence[bool],
+    played: Sequence[bool] | None = None,
     rewards_NF: Tensor,
     weights: Tensor,
     names: Sequence[str],
@@ -126,14 +127,17 @@ def rollout_batch_stats(
     """Metrics of a rollout batch, from the rollouts of all processes; those of a group are consecutive.
 
     `members_PG` are the rollouts that are compared with each other (-1 for none); by default those of each group.
-    Rewards are [N, F] and unweighted, NaN where a function abstained; their weights are [F] or [N, F]. If every process
-    adds the result to its own log, merging them gives the values of a single process.
+    Rewards are [N, F] and unweighted, NaN where a function abstained; their weights are [F] or [N, F]. Rollouts that
+    were not `played` have no length; None: all were. If every process adds the result to its own log, merging them
+    gives the values of a single process.
     """
     rewards_NF = rewards_NF.double()
     total_N = weighted_total(rewards_NF, weights.double())
-    terminated = [length for length, cut in zip(lengths, truncated, strict=True) if not cut]
-    stats: dict[str, Stat] = {"completions/clipped_ratio": Mean.of([*map(float, truncated)])}
-    for suffix, values in (("length", lengths), ("terminated_length", terminated)):
+    facts = zip(lengths, truncated, [True] * len(lengths) if played is None else played, strict=True)
+    known = [(length, cut) for length, cut, there in facts if there]
+    stats: dict[str, Stat] = {"completions/clipped_ratio": Mean.of([float(cut) for _, cut in known])}
+    terminated = [length for length, cut in known if not cut]
+    for suffix, values in (("length", [length for length, _ in known]), ("terminated_length", terminated)):
         stats[f"completions/mean_{suffix}"] = Mean(float(sum(values)), len(values))
         stats[f"completions/min_{suffix}"] = Min(float(min(values, default=math.nan)))
         stats[f"completions/max_{suffix}"] = Max(float(max(values, default=math.nan)))

@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from covey.core.engine import RolloutEngine, SampleRequest, SamplingParams
-from covey.core.records import PromptSample, Rollout, SampleGroup
+from covey.core.records import PromptSample, Rollout, SampleGroup, absent_rollout
 from covey.rollout.images import embed_images
-from covey.rollout.prompts import PromptCodec, row_images, sample_seed
+from covey.rollout.prompts import PromptCodec, is_conversational, row_images, sample_seed
 from covey.rollout.request_coalescing import RequestCoalescer
 from covey.rollout.runner import NO_CALLBACKS, GroupRunner, RolloutCallbacks, RolloutSpec, failed_rollout, within
 from covey.rollout.seats import PastOpponents
@@ -77,10 +77,12 @@ class Collector:
     ) -> list[Rollout]:
         """`collect` as a coroutine, which only reads `reuse`; calls `submitted` once the engine has every request."""
         with self._awake():  # here, since gradient mode and autocast belong to the thread that runs this
-            groups, spec = sample_groups(samples), self.spec
+            all_groups, spec = sample_groups(samples), self.spec
+            groups = [group for one in all_groups if (group := without_absent(one)).samples]
             if spec is not None and isinstance(spec.play, BatchFunction):
                 submitted()
-                return _number_groups(await self._play_batch(spec.play, groups, params, key, callbacks), params)
+                played = await self._play_batch(spec.play, groups, params, key, callbacks)
+                return _number_groups(self._filled_up(all_groups, groups, played), params)
             runner = None
             if spec is not None:
                 runner = GroupRunner(self.engine, self.codec, spec, params, (self.seed, *key), callbacks)
@@ -100,7 +102,7 @@ class Collector:
                 if runner is not None:
                     await runner.all_sent()  # or, with several rollouts a group, until these have
                 submitted()
-                return _number_groups(await asyncio.gather(*tasks), params)
+                return _number_groups(self._filled_up(all_groups, groups, await asyncio.gather(*tasks)), params)
             finally:
                 for task in tasks:
                     task.cancel()  # the other groups of a batch that failed
@@ -194,6 +196,20 @@ class Collector:
             callbacks.on_group(group.start, group.rows, rollouts[-1])
         return rollouts
 
+    def _filled_up(
+        self, all_groups: Sequence[SampleGroup], groups: Sequence[SampleGroup], played: Sequence[list[Rollout]]
+    ) -> list[list[Rollout]]:
+        """The rollouts of all groups, with absent ones for samples that nothing is sampled for."""
+        by_start = {group.start: rollouts for group, rollouts in zip(groups, played, strict=True)}
+        filled = []
+        for group in all_groups:
+            rollouts = by_start.get(group.start, [])
+            ids = rollouts[0].prompt_ids if rollouts else [self.codec.tokenizer.eos_token_id or 0]
+            empty: Any = [] if is_conversational(group.rows[0].get("prompt")) else ""
+            missing = len(group.samples) - len(rollouts)
+            filled.append([*rollouts, *(absent_rollout(ids, empty) for _ in range(missing))])
+        return filled
+
     def _unreadable(self, group: SampleGroup, error: ValueError) -> list[Rollout]:
         text = f"row {group.samples[0].prompt} of the dataset: {error}"
         return [failed_rollout(self.codec, row, text) for row in group.rows]
@@ -209,6 +225,12 @@ def sample_groups(samples: Sequence[PromptSample]) -> list[SampleGroup]:
         groups[-1].samples.append(sample)
         groups[-1].rows.append(sample.row)
     return groups
+
+
+def without_absent(group: SampleGroup) -> SampleGroup:
+    """The samples of a group that are to be sampled, which come first."""
+    count = sum(not sample.absent for sample in group.samples)
+    return SampleGroup(group.start, group.samples[:count], group.rows[:count])
 
 
 def group_numbers(samples: Sequence[PromptSample]) -> list[int]:

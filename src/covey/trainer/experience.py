@@ -41,7 +41,7 @@ from covey.runtime.user_code import report
 from covey.trainer import rollout_reports as reports
 from covey.trainer.batch_scorer import BatchScorer
 from covey.trainer.engine_check.parity import EngineCheck
-from covey.trainer.microbatches import micro_batch_tokens
+from covey.trainer.microbatches import micro_batch_tokens, micro_batches_of
 from covey.trainer.rollout_reports import (
     GlobalBatch,
     entropy_stats,
@@ -286,7 +286,7 @@ class CreditAssigner:
         counts = BatchCounts(
             tokens,
             micro_batch_tokens(tokens, algebra.rows(mode)),
-            rows_per_update=len(everyone.lengths) / updates,
+            rows_per_update=sum(everyone.scores.present) / updates,
             tokens_per_update=everyone.trained_tokens / updates,
             micro_batches_per_update=everyone.micro_batches / updates,
             max_completion_length=args.max_completion_length,
@@ -298,7 +298,7 @@ class CreditAssigner:
             numbers = known.numbers(everyone.scores.sources)
             mine = numbers[everyone.mine]
             counts = replace(counts, max_completion_length=known.longest(mine, args.max_completion_length, device))
-            sizes = known.sizes(numbers, everyone.trained)
+            sizes = known.sizes(numbers, everyone.trained, everyone.scores.present)
             by_source = partial(averaged_by_source, known, weighting, mine.to(device), sizes, updates)
             weighting = by_source()
             of_terms = {name: by_source(known.term_sizes(numbers, own)) for name, own in everyone.term_sizes.items()}
@@ -327,7 +327,7 @@ class CreditAssigner:
         run, known = self.run, self.run.sources
         assert known is not None, "rows have sources"
         numbers = known.numbers(everyone.scores.sources)
-        tokens, rows = torch.tensor(everyone.trained, dtype=torch.float32), len(everyone.trained)
+        tokens, rows = torch.tensor(everyone.trained, dtype=torch.float32), sum(everyone.scores.present)
         counts = BatchCounts(
             tokens,
             micro_batch_tokens(tokens, run.algebra.rows(mode)),
@@ -336,7 +336,7 @@ class CreditAssigner:
             micro_batches_per_update=everyone.micro_batches,
             max_completion_length=known.longest(numbers, run.args.max_completion_length, torch.device("cpu")),
         )
-        sizes = known.sizes(numbers, everyone.trained)
+        sizes = known.sizes(numbers, everyone.trained, everyone.scores.present)
         weighting = averaged_by_source(known, run.algorithm.weighting, numbers, sizes, 1.0)
         return (weighting(counts) * tokens).tolist()
 
@@ -362,7 +362,8 @@ class CreditAssigner:
             weights = weights_by_source(self.judge_of, everyone.scores)
             totals = self.run.algorithm.totals(everyone.scores.rewards, weights, everyone.kl)
             self.averages.update(everyone.scores, totals)
-        return Experience(batch, behaviour.entropy, stats, everyone.scores.sources[everyone.mine])
+        scores, mine = everyone.scores, everyone.mine
+        return Experience(batch, behaviour.entropy, stats, scores.sources[mine], scores.absent[mine])
 
     def _baselines(self, scores: Scores) -> Tensor | None:
         return None if self.averages is None else self.averages.baselines(scores)
@@ -379,15 +380,17 @@ class CreditAssigner:
     def gather(self, rollouts: RolloutBatch, behaviour: Behaviour, mode: Mode) -> GlobalBatch:
         """Rewards and lengths of all processes' rollouts. Collective."""
         run, scored, sizes = self.run, rollouts, term_sizes(behaviour.batch)
+        scores = scored.scores
         mine = RankShard(
-            scores=scored.scores,
+            scores=scores,
             kl=behaviour.kl,
             trained=behaviour.batch.sampled_lengths.tolist(),
-            micro_batches=-(-len(scored.rollouts) // run.algebra.rows(mode)),
+            micro_batches=micro_batches_of(scores.present, run.algebra.rows(mode)),
             staleness=max(token_ages(scored.rollouts, run.step), default=0),
             lengths=[rollout.num_sampled for rollout in scored.rollouts],
             truncated=[rollout.truncated for rollout in scored.rollouts],
-            prompt_tokens=sum(len(rollout.prompt_ids) for rollout in scored.rollouts),
+            played=[rollout.played for rollout in scored.rollouts],
+            prompt_tokens=sum(len(rollout.prompt_ids) for rollout in scored.rollouts if not rollout.absent),
             entropies=mean_entropies(scored.rollouts, run.args),
             likeness=[keys_of(*pair) for pair in zip(scored.samples, scored.rollouts, strict=True)],
             terms={name: TermCounts.of(size, run.algebra.rows(mode)) for name, size in sizes.items()},
@@ -405,6 +408,7 @@ class CreditAssigner:
         stats |= rollout_batch_stats(
             lengths=sampled.lengths,
             truncated=sampled.truncated,
+            played=sampled.played,
             rewards_NF=sampled.scores.rewards,  # groups kept for their rewards would mislead
             weights=weights,
             names=names,
@@ -438,7 +442,7 @@ class CreditAssigner:
         group = self.run.algebra.group_size(mode)
         weights_NF = weights_by_source(self.judge_of, sampled.scores)
         totals = weighted_total(sampled.scores.rewards.double(), weights_NF).tolist()
-        means = {"reward": totals, "mean_length": sampled.lengths, "truncated": sampled.truncated}
+        means = {"reward": totals, **reports.lengths_of(sampled)}
         stats = stats_by_label("source", sampled.scores.sources, means, {"reward_std": totals})
         names = everyone.scores.sources
         silent = None if signal is None else ~signal.has_signal().view(-1, group).any(1)

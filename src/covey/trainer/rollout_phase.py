@@ -102,7 +102,7 @@ class RolloutPhase:
             else:
                 stats.append(self.send_weights(mode))
                 with run.phases("generate"), preserve_process_state():
-                    run.activity.count(len(samples))
+                    run.activity.count(sum(not sample.absent for sample in samples))
                     counted = Counted(stream, run.activity)
                     settings = params or self.params
                     if mode == "train" and self.wants_routes():

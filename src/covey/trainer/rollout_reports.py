@@ -1,5 +1,6 @@
 """Reports on rollouts: times, streamed rewards, failures, agents' metrics, and rows of the completions table."""
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -91,7 +92,8 @@ class FailureMonitor:
     def count(self, rollouts: Sequence[Rollout]) -> None:
         """Count the failed rollouts of this process; all processes decide together, as one may fail by chance."""
         mine = [rollout.error for rollout in rollouts if rollout.finish is FinishReason.ERROR]
-        errors, counts, totals = zip(*self._gather((mine[:1], len(mine), len(rollouts))), strict=True)
+        present = sum(not rollout.absent for rollout in rollouts)
+        errors, counts, totals = zip(*self._gather((mine[:1], len(mine), present)), strict=True)
         failed, total, first = sum(counts), sum(totals), next(chain.from_iterable(errors), None)
         if failed < total:
             self._has_worked, self._failed_batches = True, 0
@@ -111,11 +113,13 @@ class FailureMonitor:
 
 
 def failure_stats(rollouts: Sequence[Rollout]) -> dict[str, Stat]:
-    return {"rollouts/failed": Mean.of([float(rollout.finish is FinishReason.ERROR) for rollout in rollouts])}
+    failed = [float(rollout.finish is FinishReason.ERROR) for rollout in rollouts if not rollout.absent]
+    return {"rollouts/failed": Mean.of(failed)}
 
 
 def agent_stats(rollouts: Sequence[Rollout], spec: RolloutSpec) -> dict[str, Stat]:
     """`rollouts/turns`, `rollouts/failed`, ... and, where there are tools, outcomes and seconds of calls."""
+    rollouts = [rollout for rollout in rollouts if not rollout.absent]
     has_tools = not plays_functions(spec) and getattr(spec.play, "schemas", True)
     tools = has_tools or any(rollout.calls for rollout in rollouts)
     seconds: dict[str, Stat] = {"tools/seconds": Mean.of([rollout.tool_seconds for rollout in rollouts])}
@@ -128,13 +132,22 @@ def agent_stats(rollouts: Sequence[Rollout], spec: RolloutSpec) -> dict[str, Sta
     }
 
 
+def lengths_of(sampled: Any) -> dict[str, list[float]]:
+    """Lengths and truncation of a `GlobalBatch` or a `SamplingRound`; NaN for rollouts that have no length."""
+    columns = {"mean_length": sampled.lengths, "truncated": sampled.truncated}
+    return {
+        name: [float(value) if played else math.nan for value, played in zip(values, sampled.played, strict=True)]
+        for name, values in columns.items()
+    }
+
+
 def role_stats(sampled: Any, weights: Tensor, members_PG: Tensor) -> dict[str, Stat]:
     """Metrics by role of a `GlobalBatch` or a `SamplingRound`, and the share of rollouts that are alone in theirs."""
     totals = weighted_total(sampled.scores.rewards.double(), weights.double()).tolist()
     roles = [seat.role for seat in sampled.scores.seats]
-    means = {"reward": totals, "mean_length": sampled.lengths, "truncated": sampled.truncated}
+    means = {"reward": totals, **lengths_of(sampled)}
     sizes = (members_PG >= 0).sum(1)
-    alone = {"roles/alone": Mean(float((sizes == 1).sum()), len(roles))}
+    alone = {"roles/alone": Mean(float((sizes == 1).sum()), sum(sampled.scores.present))}
     return {**stats_by_label("roles", roles, means, {"reward_std": totals}), **alone}
 
 
@@ -296,6 +309,7 @@ class GlobalBatch:
         sizes, kl = [], []
         self.lengths: list[int] = []
         self.truncated: list[bool] = []
+        self.played: list[bool] = []
         self.entropies: list[float | None] = []
         self.likeness: list[Keys] = []
         self.trained: list[int] = []
@@ -303,6 +317,7 @@ class GlobalBatch:
         for shard in shards:
             self.lengths += shard.lengths
             self.truncated += shard.truncated
+            self.played += shard.played
             self.entropies += shard.entropies
             self.likeness += shard.likeness
             sizes.append(len(shard.lengths))
@@ -322,10 +337,12 @@ class GlobalBatch:
 
     def table(self, summaries: Sequence[RolloutSummary], names: list[str], advantages: Tensor) -> dict[str, Any]:
         """The completions table of summaries of all processes, as arguments of `CompletionLog.add`."""
-        logged = as_logged(columns_of(summaries), self.scores.rewards, names)
+        there = [number for number, present in enumerate(self.scores.present) if present]
+        logged = as_logged(columns_of([summaries[number] for number in there]), self.scores.rewards[there], names)
         for function in self.scores.process_functions:  # last token and reward of each step
+            steps = self.scores.steps_of(function)
             logged["extras"][f"{names[function]}_steps"] = [
-                [[float(end), None if reward != reward else reward] for end, reward in pairs]
-                for pairs in self.scores.steps_of(function)
+                [[float(end), None if reward != reward else reward] for end, reward in steps[number]]
+                for number in there
             ]
-        return {**logged, "advantages": advantages.tolist()}
+        return {**logged, "advantages": advantages[there].tolist()}

@@ -34,6 +34,7 @@ from covey.trainer.microbatches import (
     PartOfStep,
     RolloutBuffer,
     micro_batch_tokens,
+    micro_batches_of,
     nominal_parts,
     spread,
 )
@@ -67,7 +68,9 @@ class UpdatePhase:
         """Put this process's rollouts into the buffer, with the sizes of all others. Collective."""
         collectives, args = self.run.collectives, self.run.args
         known, names = self.run.sources, experience.sources
-        own, index = pool(experience.batch, collectives, None if known is None else known.numbers(names))
+        sources = None if known is None else known.numbers(names)
+        absent = torch.tensor(experience.absent) if experience.absent else None
+        own, index = pool(experience.batch, collectives, sources, absent)
         parts = nominal_parts(len(index), args.per_device_train_batch_size, collectives.size)
         self.buffer.append(own, index, parts, args.num_iterations)
 
@@ -165,14 +168,14 @@ class UpdatePhase:
         batches = [part.own.batch for part in parts]
         own = OwnRollouts(join(batches), parts[0].own.rank)
         index = join_indexes([part.index for part in parts], [0, *accumulate(map(len, batches))][:-1])
-        rows, tokens = args.per_device_train_batch_size, index.sampled_lengths.float()
+        rows, tokens, present = args.per_device_train_batch_size, index.sampled_lengths.float(), index.present
         updates = sum(part.micro_batches for part in parts) / args.gradient_accumulation_steps
         counts = BatchCounts(
             tokens,
             micro_batch_tokens(tokens, rows),
-            rows_per_update=len(index) / updates,
+            rows_per_update=int(present.sum()) / updates,
             tokens_per_update=sum(part.tokens for part in parts) / updates,
-            micro_batches_per_update=len(index) // rows / updates,
+            micro_batches_per_update=micro_batches_of(present.tolist(), rows) / updates,
             max_completion_length=args.max_completion_length,
         )
         weighting, known, of_sources = algorithm.weighting, self.run.sources, None
@@ -182,7 +185,10 @@ class UpdatePhase:
             count = len(known.sources)
             by_source = [sum(column) for column in zip_longest(*(one.source_tokens for one in parts), fillvalue=0.0)]
             by_source += [0.0] * (count - len(by_source))
-            of_sources = SourceSizes(torch.bincount(index.sources, minlength=count).tolist(), by_source)
+            counted, slots = (
+                torch.bincount(numbers, minlength=count).tolist() for numbers in (index.sources[present], index.sources)
+            )
+            of_sources = SourceSizes(counted, by_source, slots)
             weighting = averaged_by_source(known, weighting, index.sources, of_sources, updates)
         entropy_weights = mean_over_update(counts) if self.entropy is not None else None
         term_scales = {}

@@ -213,8 +213,9 @@ DATASETS = [
     sourced(
         "Gave a source a setting that it cannot have",
         "source-setting",
-        "num_generations=2",
-        a={"num_generations": 2},
+        "num_generations=8",
+        "the run's 4",
+        a={"num_generations": 8},
     ),
     sourced("Gave a source a setting that it cannot have", "source-setting", "'waight'", "weight", a={"waight": 2}),
     sourced(

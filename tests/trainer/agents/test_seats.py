@@ -48,6 +48,7 @@ def test_a_frozen_seat_does_not_learn(tmp_path):
 def test_the_policy_of_the_step_before_is_an_opponent(tmp_path):
     """policy:1 with one copy kept: in step n the opponent says what the policy of step n - 1 would have said."""
     trainer = made(tmp_path, {"other": "policy:1"}, max_steps=3, opponents_kept=1)
+    assert trainer.run.opponents == (0, 2), "the plan of memory counts the copy that is kept and the next one"
     (past,) = trainer.collector.opponents
     assert isinstance(past, PastPolicies)
     seen, keep = [], past.keep
@@ -181,3 +182,19 @@ def test_a_function_is_called_for_each_game_and_a_game_fails_alone(tmp_path):
     failed = [row["sample"] for row in rows if row["finish"] == str(FinishReason.ERROR)]
     assert failed == [2, 3]
     assert [row["reward/points"] is None for row in rows] == [sample in failed for sample in range(8)]
+
+
+def test_a_game_that_fails_before_its_first_move_has_no_length(tmp_path):
+    async def falls(row, engine, n):
+        if engine.sibling == 2:
+            raise RuntimeError("the board fell")
+        return await plays(row, engine, n)
+
+    parts = {"rollout_func": falls, "reward_funcs": points}
+    run = runs.trainer(tmp_path, parts=parts, rollouts_per_game=2, num_generations=8, compare="role", max_steps=1)
+    run.train()
+    played = [row["length"] for row in read_rows(files(tmp_path / FOLDER)[0]) if row["sample"] not in (2, 3)]
+    assert runs.history(run, "completions/min_length") == [min(played)] and min(played) > 0
+    assert runs.history(run, "completions/mean_length") == [sum(played) / 6]
+    assert runs.history(run, "roles/first/mean_length") == [sum(played[::2]) / 3]
+    assert runs.history(run, "rollouts/failed") == [0.25]

@@ -47,6 +47,13 @@ CASES = {
         "settled": True,
     },
     "three sources": {"method": "grpo", "sources": True, "max_steps": 3, "loss_type": "dapo"},
+    "groups of two sizes, the end of the small ones at the other process": {
+        "method": "grpo",
+        "num_generations": 8,
+        "unequal": True,
+        "loss_type": "grpo",
+        "max_steps": 3,
+    },
     "drafts, some of them at the other process": {"method": "grpo", "speculative_reuse": "exact", "max_steps": 6},
     "memory running out on one process": {"method": "grpo", "out_of_memory": True, "gradient_accumulation_steps": 2},
     "a process without signal": {"method": "grpo", "settled": True, "max_tokens_per_micro_batch": 30},

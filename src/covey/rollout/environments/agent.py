@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from covey.core.records import FinishReason, Rollout
+from covey.core.records import FinishReason, Rollout, absent_rollout
 from covey.rollout.environments import interface
 from covey.rollout.environments.pool import EnvironmentPool, EnvironmentWarning, Lease, close_environment
 from covey.rollout.episode import Episode, EpisodeEngine
@@ -210,10 +210,7 @@ def filled_up(rollouts: Sequence[Rollout], n: int) -> list[Rollout]:
             f"the episode has {len(rollouts)} rollouts that are trained, and rollouts_per_game={n} allows 1 to {n}: set"
             " it to the most that an episode of any task has"
         )
-    ids = rollouts[0].prompt_ids
-    kind = FinishReason.ABSENT
-    absent = [Rollout(ids, [], [], [], [], kind, entropies=[], versions=[]) for _ in range(n - len(rollouts))]
-    return [*rollouts, *absent]
+    return [*rollouts, *(absent_rollout(rollouts[0].prompt_ids, []) for _ in range(n - len(rollouts)))]
 
 
 def _close(environment: Any) -> None:

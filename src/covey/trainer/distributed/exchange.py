@@ -39,13 +39,16 @@ class RolloutIndex:
     entropy_weights: Tensor | None = None
     strands: Tensor | None = None  # [B, 4] int64, `strand_sizes`, or 0 of processes without strands
     sources: Tensor | None = None  # [B] int64, index of the source of each rollout; None in a run without
+    absent: Tensor | None = None  # [B] bool, true for absent rollouts; None where there are none
     term_tokens: dict[str, Tensor] = field(default_factory=dict)  # [B] int64, tokens of each term of the loss
     term_scales: dict[str, Tensor] = field(default_factory=dict)  # [B] float32, used instead of the batch's
     skipped_tokens: int = 0  # learned tokens of rollouts that were dropped
     skipped_rows: int = 0  # dropped rollouts that have learned tokens
 
     @classmethod
-    def of(cls, batch: TrainBatch, owner: int = 0, sources: Tensor | None = None) -> "RolloutIndex":
+    def of(
+        cls, batch: TrainBatch, owner: int = 0, sources: Tensor | None = None, absent: Tensor | None = None
+    ) -> "RolloutIndex":
         keys = bytearray()
         routes = batch.routes_of_prompts()
         for number, ids in enumerate(batch.prompts()):
@@ -67,11 +70,17 @@ class RolloutIndex:
             prompt_keys=torch.frombuffer(keys, dtype=torch.long).view(-1, 2),
             strands=None if batch.jumps is None else strand_sizes(batch),
             sources=sources,
+            absent=absent,
             term_tokens={name: sizes.cpu() for name, sizes in terms.items()},
         )
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @property
+    def present(self) -> Tensor:
+        """[B] bool, true for all but absent rollouts."""
+        return torch.ones(len(self), dtype=torch.bool) if self.absent is None else ~self.absent
 
     def select(self, rollouts: Tensor) -> "RolloutIndex":
         """Some rollouts in the given order, with the prompts that they continue."""
@@ -99,7 +108,7 @@ class RolloutIndex:
 
 PER_ROLLOUT = (
     *("owners", "rows", "lengths", "sampled_lengths", "has_signal", "weights", "entropy_weights"),
-    *("strands", "sources"),
+    *("strands", "sources", "absent"),
 )
 
 
@@ -122,6 +131,8 @@ def join_indexes(indexes: Sequence[RolloutIndex], offsets: Sequence[int] | None 
     if any(index.sources is not None for index in indexes):  # demonstrations have none
         parts = [torch.full((len(one),), -1) if one.sources is None else one.sources for one in indexes]
         joined["sources"] = torch.cat(parts)
+    if any(index.absent is not None for index in indexes):
+        joined["absent"] = ~torch.cat([index.present for index in indexes])
     joined["term_tokens"] = {
         term: torch.cat([index.term_tokens[term] for index in indexes]) for term in indexes[0].term_tokens
     }
@@ -229,18 +240,17 @@ def _like(share: RolloutIndex, batch: TrainBatch) -> TrainBatch:
 
 
 def pool(
-    batch: TrainBatch, collectives: Collectives, sources: Tensor | None = None
+    batch: TrainBatch, collectives: Collectives, sources: Tensor | None = None, absent: Tensor | None = None
 ) -> tuple[OwnRollouts, RolloutIndex]:
     """A rollout batch: this process's rollouts, and the index of all processes' in the order of ranks. Collective.
 
-    `sources`: index of the source of each of this process's rollouts, [B] int64.
+    `sources` [B] int64 and `absent` [B] bool are those of this process's rollouts, as in `RolloutIndex`.
     """
+    own = RolloutIndex.of(batch, collectives.rank, sources, absent)
     if collectives.size == 1:
-        return OwnRollouts(batch, collectives.rank), RolloutIndex.of(batch, sources=sources)
+        return OwnRollouts(batch, collectives.rank), own
     present = [name for name in (*UNREPORTED, "media") if getattr(batch, name) is not None]
-    everyone = collectives.gather(
-        (RolloutIndex.of(batch, collectives.rank, sources), present), "share the sizes of rollouts"
-    )
+    everyone = collectives.gather((own, present), "share the sizes of rollouts")
     reported = {name for _, names in everyone for name in names}
     filled: dict[str, Any] = {name: unreported(name, batch) for name in reported.difference(present, ("media",))}
     if batch.media is None and "media" in reported:

@@ -153,6 +153,7 @@ class EvaluationPhase:
         rewards: list[Tensor] = []
         lengths: list[int] = []
         truncated: list[bool] = []
+        played: list[bool] = []
         likeness: list[Keys] = []
         key = self.rollouts.next_key("eval")  # one for all, so that samples do not depend on how prompts are batched
         params = suite.sampling(self.rollouts.params)
@@ -163,14 +164,15 @@ class EvaluationPhase:
             for stats in scored.stats:
                 run.metrics.add(stats, "eval")
             pairs = zip(scored.samples, scored.rollouts, strict=True)
-            sizes = [(one.num_sampled, one.truncated, keys_of(draw, one)) for draw, one in pairs]
+            sizes = [(one.num_sampled, one.truncated, one.played, keys_of(draw, one)) for draw, one in pairs]
             shards = run.collectives.gather((mine, scored.rewards, sizes), "put the evaluation together")
             for grades, scores, rows in shards:
                 graded += grades
                 rewards.append(scores)
-                lengths += [length for length, _, _ in rows]
-                truncated += [cut for _, cut, _ in rows]
-                likeness += [keys for _, _, keys in rows]
+                lengths += [length for length, _, _, _ in rows]
+                truncated += [cut for _, cut, _, _ in rows]
+                played += [there for _, _, there, _ in rows]
+                likeness += [keys for _, _, _, keys in rows]
             if self.recorder is not None:
                 self.recorder.add_evaluated(log.name, scored, grades=[(grade.right, grade.answer) for grade in mine])
             if logs_completions(run.args):
@@ -181,6 +183,7 @@ class EvaluationPhase:
         stats = rollout_batch_stats(
             lengths=lengths,
             truncated=truncated,
+            played=played,
             rewards_NF=torch.cat(rewards),
             weights=functions.weights_of(source_of(suite.dataset)),
             names=functions.names,
