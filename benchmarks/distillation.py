@@ -14,7 +14,7 @@ the evaluations: steps, sampled tokens, operations (`flops.py`) and processor se
 task (each letter's successor) without the answer in the prompt, from itself with the answer there: by self-distillation
 on its own completions, or by fine-tuning on the answers that the shown prompt gives. Each is tried on rows of the new
 task alone, and with as many rows of the old one, whose teacher reads their own prompt. The figures are the accuracies
-on both tasks, before, when 90% of the new task are right, and at the end.
+on both tasks, before, when 90% of the new task are right, and at the end, and the lowest on the old one.
 
 Every run is one record; runs on record are not run again. Clocks count processor seconds, evaluations excluded.
 """
@@ -559,8 +559,9 @@ def task_table(records: Sequence[dict[str, Any]]) -> str:
     if not records:
         return ""
     lines = [
-        f"| arm | runs | old / new before | steps to {LEARNT:.0%} of the new | old then | old / new at the end |",
-        "|---|---|---|---|---|---|",
+        f"| arm | runs | old / new before | steps to {LEARNT:.0%} of the new | old then | old at its lowest"
+        " | old / new at the end |",
+        "|---|---|---|---|---|---|---|",
     ]
     for arm, rate in sorted(
         {(one["arm"], one["learning_rate"]) for one in records}, key=lambda it: [*TASK_ARMS].index(it[0])
@@ -575,6 +576,7 @@ def task_table(records: Sequence[dict[str, Any]]) -> str:
             both(before),
             interval([point["steps"] for point in arrived]),
             interval([100 * point["old"] for point in arrived]),
+            interval([100 * min(point["old"] for point in curve) for curve in curves]),
             both(end),
         ]
         lines.append(f"| {' | '.join(cells)} |")
