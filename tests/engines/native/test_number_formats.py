@@ -14,6 +14,7 @@ from covey.engines.native.engine import NativeEngine
 from covey.engines.native.number_formats import (
     FORMATS,
     INT_MM_ROWS,
+    Bfloat16Onednn,
     FloatProduct,
     Int8Gpu,
     Int8Onednn,
@@ -144,10 +145,12 @@ class Rounded(nn.Module):
     def __init__(self, layer, name):
         super().__init__()
         self.name, self.weight, self.bias = name, restored(layer.weight.detach(), name), layer.bias
+        self.rounds_results = fast_product("cpu", name) is Bfloat16Onednn  # some processors do
 
     def forward(self, x):
         rounded = restored(x.reshape(-1, x.shape[-1]), self.name).view(x.shape)
-        return nn.functional.linear(rounded, self.weight, self.bias)
+        product = nn.functional.linear(rounded, self.weight, self.bias)
+        return product.bfloat16().float() if self.rounds_results else product
 
 
 def plain_copy(model, name):
