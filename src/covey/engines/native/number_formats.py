@@ -5,6 +5,7 @@ token, so that a token's product depends on no other token. To add a format, add
 product of a format, add a class like `Int8Onednn` to `FAST`.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +20,8 @@ from covey.runtime.processor import cpu_multiplies_bf16, cpu_multiplies_int8, on
 PACKED_ROWS = 64  # row count that weights are packed for; products with other counts give equal results
 FEWEST_ROWS = 4  # rows of oneDNN's products with AVX-512, at least: one to three rows take longer than four
 INT_MM_ROWS = 32  # rows of torch's integer product on a GPU, at least: it refuses 16 and fewer
+HOPELESS = 20  # times as long as in float32 that a product takes which is computed by a plain loop: measured 180
+LEAST_SECONDS = 2e-4  # that the product in float32 is taken to last, to which the clock is exact
 MULTIPLE = 16  # 8-bit products on a GPU need weights whose rows and columns are multiples of this
 
 
@@ -265,7 +268,9 @@ def _capability() -> tuple[int, int]:
 def fast_product(device: str, name: str) -> type[Product] | None:
     """The class of a format's faster product on this machine; None if there is none, or its results are wrong."""
     suits, kind = FAST.get((device, name), (None, None))
-    return kind if suits is not None and kind is not None and suits() and _is_right(kind, device, name) else None
+    if suits is None or kind is None or not suits():
+        return None
+    return kind if _is_right(kind, device, name) and not _is_hopeless(kind, device, name) else None
 
 
 @cache
@@ -283,6 +288,32 @@ def _is_right(kind: type[Product], device: str, name: str) -> bool:
         return False
     allowed = 0.0 if FORMATS[name].dtype == torch.int8 else 0.01
     return bool(((found - expected).abs() <= allowed * expected.abs().amax()).all())
+
+
+@cache
+def _is_hopeless(kind: type[Product], device: str, name: str) -> bool:
+    """True if a product on a CPU takes `HOPELESS` times as long as in float32.
+
+    oneDNN multiplies by plain loops where it has no kernel for a processor, as for int8 on some with VNNI.
+    """
+    if device != "cpu":
+        return False
+    generator = torch.Generator().manual_seed(0)  # that of the run is left alone
+    x, weight = (torch.randn(rows, 256, generator=generator) for rows in (16, 512))
+    (values, scales), (weights, columns) = (FORMATS[name].rounded(matrix) for matrix in (x, weight))
+    product = kind(weights, columns)
+
+    def seconds(multiply: Callable[[], Any]) -> float:
+        taken = []
+        for _ in range(3):
+            began = time.thread_time()
+            multiply()
+            taken.append(time.thread_time() - began)
+        return min(taken)
+
+    with torch.no_grad():
+        plain = max(seconds(lambda: nn.functional.linear(x, weight)), LEAST_SECONDS)
+        return seconds(lambda: product(values, scales)) > HOPELESS * plain
 
 
 class RoundedKernel:

@@ -134,6 +134,8 @@ def why_slow(device: str, name: str) -> str:
     if (device, name) not in FAST:
         return f"there are no products of {name} on a device of type {device!r}; they are computed as numbers."
     if device == "cpu":
+        if FAST[device, name][0]():
+            return f"oneDNN has no fast or right product of {name} for this processor."
         needs = "AMX or AVX512-BF16" if name == "bfloat16" else "AMX or VNNI"
         return f"this processor multiplies no {name} (it has neither {needs.replace(' or ', ' nor ')})."
     return f"this GPU, or this torch, multiplies no {name}."
