@@ -202,6 +202,7 @@ def plot(found: dict[str, list[dict[str, list[float]]]], path: Path) -> None:
             curves[compare] = [([EVERY * place for place in range(len(values))], values) for values in results]
         draw_bands(axes, curves)
         axes.set(title=f"against the {player} player", xlabel="optimizer steps", ylabel="games won less games lost")
+        axes.set_ylim(-1.05, 1.05 if player == "uniform" else 0.05)  # the best possible is 0.96, and 0
         axes.legend(title="compare (seeds)", fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100, metadata={"Software": None})
