@@ -150,6 +150,7 @@ class Claim:
     notes: tuple[Enumerated, ...] = ()  # enumerations that belong to the claim and decide nothing
     changed: str = ""  # against the first plan, with the reason; decided before the first run
     missing: str = ""  # why there are no runs
+    seen: str = ""  # in the runs, beyond what the hypotheses ask; written after them, decides nothing
     methods: tuple[str, ...] = ()  # settings that the claim is about, such as `loss_type=dapo`
     extends: bool = True  # once, from `seeds` to twice as many, if undecided
 

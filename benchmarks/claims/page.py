@@ -179,6 +179,7 @@ def details(claim: Claim, now: Standing, records: ClaimRecords) -> list[str]:
         lines += [f"- Precondition failed: {one}." for one in now.failed]
     lines += [f"- Changed before the first run: {claim.changed}"] if claim.changed else []
     lines += [f"- Other reading: {claim.other_reading}"]
+    lines += [f"- Seen in the runs, after the verdict: {claim.seen}"] if claim.seen else []
     lines += [
         f"- Repeat: `python -m benchmarks.claims {claim.number}`; protocol `{claim.digest}`"
         f"{_provenance(claim, records)}."
@@ -224,6 +225,11 @@ def _ended(results: Sequence[dict]) -> list[str]:
             f"mean difference {np.mean(one['differences']):.2e} nats, largest {one['largest']:.2e},"
             f" {one['not finite']} of {one['tokens']} not finite"
         ]
+    if "k3" in results[0]:
+        one = results[0]
+        return [
+            f"mean k3 {np.mean(one['k3']):.2e}, {one['differing']:.1%} of the routes differ, {one['tokens']} tokens"
+        ]
     return [f"{name} {', '.join(f'{value:.4g}' for value in values)}" for name, values in results[0].items()]
 
 
@@ -239,8 +245,8 @@ def picture_data(claim: Claim, records: ClaimRecords) -> dict[str, list[tuple[li
             name = shown_curve(result)
             values = [np.nan if value is None else value for value in result["curves"][name]]
             curve = list(range(1, len(values) + 1)), running(values, 5)
-        elif "differences" in result:
-            ordered = sorted(result["differences"])
+        elif "differences" in result or "k3" in result:
+            ordered = sorted(result.get("differences") or result["k3"])
             curve = ordered, [(place + 1) / len(ordered) for place in range(len(ordered))]
         else:
             curve = list(range(1, len(result["unchanged"]) + 1)), result["unchanged"]
@@ -268,6 +274,8 @@ def draw(claim: Claim, records: ClaimRecords, path: Path) -> None:
         labels["ylabel"] = shown_curve(result)
     elif "differences" in result:
         labels = {"xlabel": "mean difference of a completion (nats)", "ylabel": "share of completions", "xscale": "log"}
+    elif "k3" in result:
+        labels = {"xlabel": "mean k3 of a completion (nats)", "ylabel": "share of completions", "xscale": "log"}
     elif "unchanged" in result:
         labels["ylabel"] = "share of weights that stay as they were"
     axes.set(**labels)

@@ -776,6 +776,9 @@ CLAIMS = (
         20,
         StudyBed(tasks=(("sums of 1 to 3 digits", 0),), rewards="two"),
         {"sum": {}, "gdpo": {"multi_objective_aggregation": "normalize_then_sum"}},
+        seen="At this rate the policy is almost deterministic from step 10 on: most groups have one reward, both arms"
+        " learn to answer with a number, and in no seed is a right number more frequent at the end than in the middle."
+        " A lower rate would leave more groups in which the two differ.",
         methods=("multi_objective_aggregation",),
     ),
     Claim(

@@ -19,8 +19,8 @@ RUN_KEYS = {
     "model": "The model to train: a hub id or a folder.",
     "dataset": "Training prompts: a hub id, a json, jsonl, parquet or csv file, or a function without arguments that "
     "returns rows or a Dataset, as path/to/file.py:name.",
-    "sources": "Several data sets by name, instead of `dataset`: each with `dataset`, `split`, `rows` (so many, "
-    "from the first) and settings of its own, as in {sums: {dataset: sums.jsonl, weight: 2}}.",
+    "sources": "Several data sets by name, instead of `dataset`: each with `dataset`, `split`, `rows` (use "
+    "only this many, from the first) and settings of its own, as in {sums: {dataset: sums.jsonl, weight: 2}}.",
     "dataset_split": "Split of the dataset to train on; a part of one as in `train[100:]`.",
     "columns": "Columns of the datasets to rename, as in {question: prompt, answer: solution}.",
     "system_prompt": "A system message before each prompt that has none; prompts of text become messages.",

@@ -243,4 +243,4 @@ def nearest(value: int, fits: Callable[[int], bool], furthest: int = 1_000_000) 
 
 def _proposal(name: str, value: int, fits: Callable[[int], bool]) -> str:
     numbers = nearest(value, fits)
-    return f"{name}: {' or '.join(map(str, numbers))}" if numbers else f"{name}: no number near {value} divides"
+    return f"{name}: {' or '.join(map(str, numbers))}" if numbers else f"{name}: no number near {value} fits"

@@ -59,8 +59,8 @@ class RewardFields:
     """Discount per step of later steps' advantages: the tokens of a step get the step's own advantage, plus
     step_discount times the next step's, plus step_discount squared times the advantage of the step after, and so on."""
     step_baseline: str = limited("group", choices=COMPARED_WITH)
-    """Steps that a step's reward is compared with: `group`, all steps of the group's other completions; `turn`, those
-    with the same number (first steps with first steps)."""
+    """Steps that a step's reward is compared with: `group`, all steps of the group (RLOO: of the other
+    completions); `turn`, steps of the same number (first steps with first steps)."""
 
 
 @dataclass
@@ -112,11 +112,11 @@ class LossFields:
     vespo_k_pos: float = 2.0
     """vespo: k in exp(λ + k log w - λ w), the weight of a sequence with importance ratio w; for positive advantages."""
     vespo_lambda_pos: float = 3.0
-    """vespo: λ in the same, for positive advantages."""
+    """vespo: λ in exp(λ + k log w - λ w), for positive advantages."""
     vespo_k_neg: float = 3.0
     """vespo: k in exp(λ + k log w - λ w), the weight of a sequence with importance ratio w; for negative advantages."""
     vespo_lambda_neg: float = 2.0
-    """vespo: λ in the same, for negative advantages."""
+    """vespo: λ in exp(λ + k log w - λ w), for negative advantages."""
     dro_beta: float = limited(0.05, ge=0, finite=True)
     """dro: weight of the quadratic penalty on the log ratio to the old policy."""
     cov_share: float = limited(0.0002, gt=0, le=1, advice="0.0002 to 0.002 are usual.")

@@ -74,7 +74,7 @@ def opened(
         device: by default the one that the model is on.
         durable: optimizer steps between two writings of weights. The sessions then survive a kill; None: they do not.
         log: gets a line for each operation.
-        say: gets what whoever starts the server must know.
+        say: called with messages for the person who starts the server.
 
     Raises:
         Refusal: another server uses the folder, or a model or setting that cannot be served.

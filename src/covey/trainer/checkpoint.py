@@ -150,7 +150,8 @@ class Checkpointer:
 
     def load_method_state(self, state: dict[str, Any]) -> None:
         for name, part in self.parts.items():
-            part.load_state_dict(state[name])
+            if name in state:  # version 0.1 wrote no state of `rounding`
+                part.load_state_dict(state[name])
 
     def _state(self, checkpoint: str) -> dict[str, Any] | None:
         """This process's state in a checkpoint; None if it holds weights alone."""

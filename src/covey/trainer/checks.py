@@ -345,8 +345,8 @@ class MovedWeights(TrainerCallback):
         if self._steps == MOST_STILL and few and not self._warned:
             self._warned = True
             evidence = (
-                f"in {MOST_STILL} optimizer steps, each changed only {self._moved / self._total:.1%} of the weights:"
-                f" they are held in {weights[0].dtype}, and the other updates were rounded away."
+                f"in {MOST_STILL} optimizer steps, only {self._moved / self._total:.1%} of the weights changed in a"
+                f" step, on average: they are held in {weights[0].dtype}, and the other updates were rounded away."
             )
             report([Finding.warning("weights-rounded", evidence, advice_on_rounding(weights))])
 
@@ -416,7 +416,10 @@ class NotFiniteError(FloatingPointError):
 
 
 class FiniteCheck:
-    """Skips steps whose loss or gradient is not finite; ends a run at the third in a row, or at such a weight."""
+    """Skips steps whose loss or gradient is not finite.
+
+    It ends a run at the third such step in a row, or as soon as a weight is not finite.
+    """
 
     def __init__(
         self,
@@ -438,10 +441,10 @@ class FiniteCheck:
         self._skipped_in_a_row = state["skipped_in_a_row"]
 
     def check_loss(self, loss: float, number: int) -> float:
-        """Factor for a micro-batch's loss that is not finite: NaN, so that no process takes the step.
+        """The factor by which a micro-batch's loss is multiplied if it is not finite.
 
-        It is 1 under float16's loss scaling, which skips such steps itself. Raises NotFiniteError if a weight is not
-        finite.
+        NaN, so that no process takes the step; 1 under float16's loss scaling, which skips such steps itself. Raises
+        NotFiniteError if a weight is not finite.
         """
         if self.scales_loss:
             return 1.0

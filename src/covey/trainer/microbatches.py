@@ -363,7 +363,8 @@ class RolloutBuffer:
     def load_state_dict(self, state: dict[str, Any], device: torch.device, rank: int = 0) -> None:
         """Continue on the process that saved `state`; others have no rollouts of it."""
         self.clear()
-        if state["batch"] is not None and state["rank"] == rank:
+        left = state["taken"] < len(state["parts"]) * state["passes"]  # version 0.1 wrote used-up batches, too
+        if state["batch"] is not None and state["rank"] == rank and left:
             own = OwnRollouts(TrainBatch.of_state(state["batch"]).to(device), rank)
             index = RolloutIndex(**state["index"])
             self.batches.append(BufferedRollouts(own, index, state["parts"], state["passes"], state["taken"]))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from covey.config.algebra import BatchAlgebra
 from covey.core.model import unwrapped
 from covey.data.sources import Sources
 from covey.policy.adapters import adapter_config, base_model, has_adapter
@@ -168,8 +169,10 @@ def check_kind(checkpoint: str, adapter: bool) -> None:
 
 
 def check_same_sizes(checkpoint: str, saved: dict[str, int], current: dict[str, int]) -> None:
-    """Raise ValueError for other batch sizes."""
-    changed = [f"{name}={saved[name]} (now {value})" for name, value in current.items() if saved[name] != value]
+    """Raise ValueError for other batch sizes; a size that the checkpoint does not know had its default then."""
+    defaults: dict[str, Any] = {one.name: one.default for one in dataclasses.fields(BatchAlgebra)}
+    saved = {**{name: defaults[name] for name in current if name in defaults}, **saved}
+    changed = [f"{name}={saved.get(name)} (now {value})" for name, value in current.items() if saved.get(name) != value]
     if changed:
         raise ValueError(
             f"{checkpoint!r} was made with {', '.join(changed)}: its buffered completions and its place in the data do"

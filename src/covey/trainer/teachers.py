@@ -301,7 +301,7 @@ class TeacherScorer:
         """CheckError if no rollout of the first rollout batches has a teacher; one warning of log-probs that are not
         finite.
 
-        Only a warning where teachers are shown answers of the group, which may come later. Collective.
+        The error is a warning where teachers are shown answers of the group, as these may come later. Collective.
         """
         if mode == "train" and self._patience:
             with_one = sum(self.run.collectives.gather(rollouts, "count the rollouts with a teacher"))

@@ -360,7 +360,8 @@ class OnlineTrainer(TrainingLoop):
             A `transformers.trainer_utils.TrainOutput`: the last step, the mean loss, and metrics of speed.
 
         Raises:
-            ValueError: there is no such checkpoint, it is damaged or of a run with another model or other batch sizes;
+            FileNotFoundError: there is no such checkpoint.
+            ValueError: it is damaged or of a run with another model or other batch sizes;
                 or another run works in `output_dir`.
         """
         ready_to_train(self)

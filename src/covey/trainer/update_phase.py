@@ -160,8 +160,10 @@ class UpdatePhase:
         }
 
     def _whole_step(self, parts: list[PartOfStep]) -> tuple[OwnRollouts, RolloutIndex]:
-        """The rollouts of an optimizer step. Weights of one that spans several rollout batches are by their joint
-        counts."""
+        """The rollouts of an optimizer step.
+
+        In a step of several rollout batches, weights are normalised by the counts of all of them.
+        """
         if len(parts) == 1:
             return parts[0].own, parts[0].index
         args, algorithm = self.run.args, self.run.algorithm

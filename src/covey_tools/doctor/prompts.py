@@ -65,7 +65,7 @@ def tokenizer_drift(run: ExaminedRun) -> Iterator[Finding]:
 
 
 def _is_trained(model: Any) -> bool:
-    """True if some norm or bias is neither all ones nor all zeros, as a model begins with them."""
+    """True if some norm or bias no longer holds only ones or only zeros, its values in a new model."""
     norms = [weight for weight in model.parameters() if weight.dim() == 1]
     return any(bool((weight != 1).any() and (weight != 0).any()) for weight in norms)
 

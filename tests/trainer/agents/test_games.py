@@ -185,9 +185,10 @@ def test_a_failed_group_has_no_seats(tmp_path):
     assert trainer.state.global_step == 2
 
 
-def test_a_checkpoint_with_other_games_is_refused():
-    saved = {"num_generations": 4, "per_device_train_batch_size": 2, "rollouts_per_game": 1}
-    check_same_sizes("old", saved, saved)
+def test_a_checkpoint_from_before_games_is_resumed():
+    """Version 0.1 wrote no `rollouts_per_game`, which was 1; another number now is refused."""
+    saved = {"num_generations": 4, "per_device_train_batch_size": 2}
+    check_same_sizes("old", saved, {**saved, "rollouts_per_game": 1})
     with pytest.raises(ValueError, match=r"rollouts_per_game=1 \(now 2\)"):
         check_same_sizes("old", saved, {**saved, "rollouts_per_game": 2})
     with pytest.raises(ValueError, match=r"num_generations=4 \(now 8\)"):

@@ -234,3 +234,11 @@ def test_rollouts_of_another_process_are_not_resumed():
     resumed.load_state_dict(buffer.state_dict(), torch.device("cpu"), 1)
     with pytest.raises(ValueError, match="save_only_model"):
         resumed.take(1)
+
+
+def test_a_rollout_batch_that_is_used_up_is_not_resumed():
+    """Version 0.1 wrote it into checkpoints at the end of its last step."""
+    buffer = buffers([batch_of(0), batch_of(1)])[0]
+    resumed = RolloutBuffer()
+    resumed.load_state_dict({**buffer.state_dict(), "taken": 2}, torch.device("cpu"), 0)
+    assert resumed.left == 0 and resumed.batches == []

@@ -145,7 +145,7 @@ class Collectives:
             self._watched = False
 
     def note(self, doing: str) -> None:
-        """Tell the other processes' reports, by the store, what this process is doing."""
+        """Write into the store what this process is doing, for error messages of the others."""
         if self.size > 1:
             note = json.dumps({"step": self._step(), "doing": doing, "since": time.time()})
             _in_time(lambda: self._store.set(f"doing/{self.rank}", note), None)

@@ -443,7 +443,7 @@ class EngineCheck:
             self._warned = True
             warnings.warn(
                 f"the engine reported no log-probs for {int(missing.sum())} of {int(batch.sampled.sum())} tokens: they"
-                " are trained on as if the trainer had sampled them. If it has, set"
+                " are trained on as if the trainer's policy had sampled them. If it did, set"
                 " vllm_importance_sampling_correction=False to silence this.",
                 stacklevel=2,
             )

@@ -69,7 +69,7 @@ class WeightSync:
         return {"sync/seconds": Mean(time.perf_counter() - started, 1.0), **transfer_stats(sent, whole)}
 
     def _noticing(self, update: WeightUpdate) -> WeightUpdate:
-        """The update, which sets `_base_sent` if its base model is read, as few servers lack that."""
+        """The update; reading its base model, which few servers lack, sets `_base_sent`."""
         self._base_sent = False
         if update.base is None:
             return update

@@ -226,6 +226,7 @@ class EvaluationPhase:
         any_scored = any(total == total for total in totals)
         answers = grader.answers([rollout.completion for rollout in scored.rollouts], scored.columns, any_scored)
         failed = [rollout.finish is FinishReason.ERROR for rollout in scored.rollouts]
+        answers = [None if wrong else answer for answer, wrong in zip(answers, failed, strict=True)]
         verdicts = map(grader.right, scored.rewards.tolist(), failed)
         prompts = [sample.prompt for sample in scored.samples]
         return [Graded(*grade) for grade in zip(prompts, totals, verdicts, answers, strict=True)]

@@ -179,7 +179,7 @@ class Graded:
 
     prompt: int  # row of the dataset
     reward: float  # weighted total; NaN without a reward
-    right: bool | None  # None without a reward
+    right: bool | None  # None without a reward, unless the rollout failed
     answer: str | None  # for maj@k, as text
 
 
@@ -196,7 +196,7 @@ class Grader:
         if self.reward is None:
             return None
         value = rewards[self.reward]
-        return value >= self.threshold if not math.isnan(value) else False if failed else None
+        return False if failed else None if math.isnan(value) else value >= self.threshold
 
     def answers(self, completions: list[Any], columns: Mapping[str, Sequence[Any]], scored: bool) -> list[str | None]:
         """The answer of each completion, as text, so that processes agree on equality; None if the function raises.

@@ -88,8 +88,10 @@ class RunReport(TrainerCallback):
             self.write()
 
     def end(self) -> None:
-        """Write for the last time, also after an error; after an interrupt, unless `trainer.stop` did, say how to
-        continue."""
+        """Write for the last time, also after an error.
+
+        After an interrupt whose end `trainer.stop` has not reported, say how to continue.
+        """
         shown = [one for one in self.trainer.callback_handler.callbacks if isinstance(one, ProgressDisplay)]
         call_all(*(callback.close for callback in shown), self._write_last)
 
