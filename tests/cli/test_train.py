@@ -119,7 +119,7 @@ def test_rloo_takes_the_same_file(run_file):
         (["--resume_from_checkpoint", "nowhere"], "there is no checkpoint 'nowhere'"),
         (["--peft", "{rank: 4}"], "rank"),
         (["--quantization", "{load_in_4bits: true}"], "load_in_4bits, which transformers.BitsAndBytesConfig does not"),
-        (["--quantization", "{load_in_4bit: true}"], "`quantization_config` without `peft_config`"),
+        (["--quantization", "{load_in_4bit: true}"], "`quantization_config` was given without `peft_config`"),
         (["--num_generations", "3"], "num_generations"),
         (["--use_peft", "--lora_r", "["], "--lora_r"),
         (["--peft", "{r: 4, r: 8}"], "`r` is in line 1 and in line 1"),

@@ -311,7 +311,7 @@ def drowned(lengths, batches=3, average="joint"):
     shares = SourceShares()
     with warnings.catch_warnings(record=True, action="always") as caught:
         for _ in range(batches):
-            shares.look(list(lengths), [float(length) for length in lengths.values()], Sources(some))
+            shares.observe(list(lengths), [float(length) for length in lengths.values()], Sources(some))
     return [one.message.finding.code for one in caught]
 
 

@@ -11,8 +11,7 @@ INDENT = " " * 6
 EVALUATE = """\
 usage: covey eval --config run.yaml [--model FOLDER] [--field value ...]
 Samples and scores the eval_dataset of a run file without training; the file is that of `covey grpo`.
-Prints every estimate, and writes evaluation.json into output_dir, or with --model FOLDER and no --output_dir
-into that folder.
+Prints every estimate, and writes evaluation.json into output_dir, or into the folder that --model names.
 With export_completions it also writes evaluations/, the completions."""
 
 
