@@ -119,6 +119,14 @@ def test_distinct_answers_within_groups_and_across_prompts():
     )
 
 
+def test_the_most_common_answer_leaves_out_absent_rollouts_but_not_failed_ones():
+    """Groups of two: (yes, absent) and (yes, yes); then (yes, failed) and (yes, yes)."""
+    likeness = [Keys(1, 10, 10), Keys(1, None, 10, absent=True), Keys(2, 10, 20), Keys(2, 10, 20)]
+    assert example_stats(likeness=likeness)["completions/most_common"] == 1.0
+    likeness[1] = likeness[1]._replace(absent=False)
+    assert example_stats(likeness=likeness)["completions/most_common"] == 0.75  # one of two, and two of two
+
+
 def test_the_correlation_of_rewards_and_lengths_is_of_groups():
     """Totals (1, 0) and (2, 2), lengths (2, 4) and (6, 8): the second group has no say in the sign."""
     # centred: rewards ±0.5, 0, 0; lengths ∓1, ∓1: -1 / (sqrt(0.5) * sqrt(4))

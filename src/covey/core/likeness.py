@@ -47,6 +47,7 @@ class Keys(NamedTuple):
     prompt: int
     answer: int | None  # of the last message; None for a rollout that failed or is a placeholder
     reference: int | None  # of the right answer; None where the row has none
+    absent: bool = False  # True for a placeholder
 
 
 def keys_of(sample: PromptSample, rollout: Rollout) -> Keys:
@@ -55,6 +56,7 @@ def keys_of(sample: PromptSample, rollout: Rollout) -> Keys:
         key(str(rollout.asked(sample.row) or sample.prompt)),
         None if rollout.finish in (FinishReason.ERROR, FinishReason.ABSENT) else key(answer_of(rollout.completion)),
         None if right is None else key(right),
+        rollout.absent,
     )
 
 
@@ -101,6 +103,8 @@ def most_common(answers: Sequence[Hashable | None]) -> tuple[Any, float]:
 
 def common_share(answers: Sequence[Hashable | None], prompts: Sequence[Hashable]) -> float:
     """Share of the most frequent answer, averaged over prompts, so that each prompt counts once.
+
+    None is another answer than all others, as of a rollout that failed. Leave absent rollouts out of both lists.
 
     Example:
         >>> common_share(["a", "a", "a", "b"], [1, 1, 1, 2])

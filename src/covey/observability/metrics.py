@@ -153,13 +153,17 @@ def rollout_batch_stats(
     stats["frac_reward_zero_std"] = Mean.of((spread_P == 0).double().tolist())
     correlation = correlation_within(total_N.view(-1, num_generations), lengths)
     stats["reward_length_correlation"] = Mean.of([] if correlation is None else [correlation])
-    prompts, answers, references = zip(*likeness, strict=True) if likeness else ((), (), ())
+    prompts, answers, references = (
+        [getattr(one, name) for one in likeness] for name in ("prompt", "answer", "reference")
+    )
     if num_generations > 1:
         stats["completions/distinct"] = Mean.of(distinct_in_groups(answers, num_generations))
-    several = len(set(prompts)) > 1
+    present = [one for one in likeness if not one.absent]
+    several = len({one.prompt for one in present}) > 1
+    common = common_share([one.answer for one in present], [one.prompt for one in present])
     across = {
         "completions/distinct_across_prompts": distinct_across_prompts(answers, prompts),
-        "completions/most_common": common_share(answers, prompts) if several else None,
+        "completions/most_common": common if several else None,
         "completions/most_common_reference": common_reference(references) if several else None,
     }
     return stats | {name: Mean.of([value]) for name, value in across.items() if value is not None}
