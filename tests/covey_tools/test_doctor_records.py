@@ -4,10 +4,13 @@ import json
 import warnings
 
 import pytest
+import torch
 from transformers import TrainerCallback
 
 from covey.cli.main import main as covey
 from covey.core.findings import Effect, Finding, ranked
+from covey.core.likeness import common_share
+from covey.core.records import FinishReason, PromptSample, Rollout, RolloutBatch, absent_rollout
 from covey.observability.findings import write_findings
 from covey.observability.record_files import FOLDER, WARNINGS, read_run
 from covey_tools.doctor import course
@@ -180,6 +183,17 @@ def test_a_role_in_which_nothing_is_learnt_is_found():
     assert found.code == "role-silent" and "'judge' (100%)" in found.evidence and "solver" not in found.evidence
     assert [*course.silent_roles(lines[:2])] == []
     assert [*course.silent_roles([{"reward": 0.5}] * 4)] == []
+
+
+def test_absent_rollouts_give_no_answer():
+    """A source of smaller groups, whose only answer is "yes": 2 of 4, and 2 absent, in each of 4 groups."""
+    samples = [PromptSample({"prompt": str(number // 4)}, number // 4, number % 4) for number in range(16)]
+    said = [Rollout([0], [5], [True], None, "yes", FinishReason.STOP) for _ in range(2)]
+    rollouts = [*said, absent_rollout([0], ""), absent_rollout([0], "")] * 4
+    scored = RolloutBatch(samples, rollouts, torch.ones(16, 1), {}, [{}] * 16)
+    point = course.Point(0, 1, torch.ones(4, 4), scored, None)
+    assert point.answers == ["yes"] * 8 and point.prompts == ["0", "0", "1", "1", "2", "2", "3", "3"]
+    assert common_share(point.answers, point.prompts) == 1.0
 
 
 def put_back(folder, **settings):

@@ -12,7 +12,15 @@ from covey.core.records import FinishReason, PromptSample, Rollout
 from covey.core.stats import Mean
 from covey_tools.doctor import reward_texts
 from covey_tools.doctor.columns import _instead, _of_other_classes, _of_other_rows, _shifted
-from covey_tools.doctor.completions import _all_masked, _only_errors, _stopped, answered_calls, calls, temperature
+from covey_tools.doctor.completions import (
+    _all_masked,
+    _different,
+    _only_errors,
+    _stopped,
+    answered_calls,
+    calls,
+    temperature,
+)
 from covey_tools.doctor.examined import SampleBatch
 from covey_tools.doctor.reward_calls import _scores_other_rows, _silent_about_wrong, order, remembered, slow
 from covey_tools.doctor.reward_differences import flat
@@ -51,6 +59,16 @@ def run(base, names, totals=None, **changes):
         has_time=lambda code: True,
         **settings,
     )
+
+
+def test_absent_rollouts_are_no_completions():
+    """Two groups of 3 with an absent one each, which is no empty text, not cut, and no abstention of the reward."""
+    base = batch([[1], [1], [NAN]] * 2, size=3, texts=["a", "b", ""] * 2)
+    for place, finish in enumerate((FinishReason.LENGTH, FinishReason.STOP, FinishReason.ABSENT) * 2):
+        base.rollouts[place].finish = finish
+    assert (base.cut, base.texts, int(base.unscored.sum())) == (0.5, ["a", "b"] * 2, 0)
+    assert _different(base) == 1.0
+    assert _silent_about_wrong(run(base, ["right"])) is None
 
 
 def test_functions_that_cancel_are_named():

@@ -183,10 +183,10 @@ def _with_a_template(run: RunConfig, code: str) -> str:
         if with_template(tokenizer, name):
             trainer = build_trainer(run, processing_class=tokenizer)
             base = ExaminedRun(trainer, trainer.train_dataset, 40.0, {}).base
-            ended = round((1 - base.cut) * len(base.rollouts))
+            ended = round((1 - base.cut) * len(base.present))
             return (
                 f"With the template of {name}, whose control tokens the tokenizer has, {ended} of"
-                f" {len(base.rollouts)} completions end by themselves and the mean reward is {base.mean:.3g}."
+                f" {len(base.present)} completions end by themselves and the mean reward is {base.mean:.3g}."
             )
     return "The trainer refuses to start."
 

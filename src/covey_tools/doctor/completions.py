@@ -90,7 +90,7 @@ class Experiment:
         base, batch, level = self.base, self.batch, self.level(run)
         if level is None:
             return None
-        many, few = len(base.rollouts), len(batch.rollouts)
+        many, few = len(base.present), len(batch.present)
         reward = f"the mean reward is {batch.mean:.3g} instead of {base.mean:.3g}"
         if not self.worth:
             reward = f"the mean reward is the same but for chance ({batch.mean:.3g}, {base.mean:.3g} without)"
@@ -127,7 +127,7 @@ def experiments(run: ExaminedRun) -> Iterator[Finding]:
 
 def _all_masked(run: ExaminedRun) -> Finding:
     """Error of a loss from which every completion is left out; it needs no experiment."""
-    count = len(run.base.rollouts)
+    count = len(run.base.present)
     return Finding(
         "completions-cut",
         "error",
@@ -234,9 +234,10 @@ def temperature(run: ExaminedRun) -> Iterator[Finding]:
 
 def _different(batch: SampleBatch) -> float:
     """Share of completions that differ from all earlier ones of their group; the first of each group is not counted."""
-    texts, size = batch.texts, batch.size
-    groups = [texts[start : start + size] for start in range(0, len(texts), size)]
-    return sum(len(set(group)) - 1 for group in groups) / (len(groups) * (size - 1))
+    groups = [batch.rollouts[start : start + batch.size] for start in range(0, len(batch.rollouts), batch.size)]
+    texts = [[str(one.completion) for one in group if not one.absent] for group in groups]
+    later = sum(len(group) - 1 for group in texts if group)
+    return sum(len(set(group)) - 1 for group in texts if group) / max(later, 1)
 
 
 def _templates(run: ExaminedRun) -> Iterator[Experiment]:
@@ -369,14 +370,14 @@ def _ends(run: ExaminedRun) -> Iterator[Experiment]:
         sure = [token for token, logprob in pairs if token in special and exp(logprob) >= 0.2]
         hits.update(sure[:1])
     extra = dict(run.trainer.rollouts.params.extra)
-    if hits and sum(hits.values()) >= 0.3 * base.cut * len(base.rollouts) and run.has_time("never-ends"):
+    if hits and sum(hits.values()) >= 0.3 * base.cut * len(base.present) and run.has_time("never-ends"):
         stops = [token for token, _ in hits.most_common(3)]
         names = ", ".join(map(repr, run.tokenizer.convert_ids_to_tokens(stops)))
         known = ", ".join(map(repr, run.tokenizer.convert_ids_to_tokens(sorted(ends))))
         yield Experiment(
             "never-ends",
             f"With {names} as an end of sequence",
-            f"{sum(hits.values())} of {len(base.rollouts)} completions continue after {names}: only {known} ends one.",
+            f"{sum(hits.values())} of {len(base.present)} completions continue after {names}: only {known} ends one.",
             f"Set eos_token to {names} in the model's tokenizer and generation config; or generation_kwargs="
             f"{{'stop_token_ids': {stops}}}.",
             base,
@@ -389,7 +390,7 @@ def _ends(run: ExaminedRun) -> Iterator[Experiment]:
         yield Experiment(
             "never-ends",
             f"With {text!r} as a stop text",
-            f"{count} of {len(base.rollouts)} completions continue with {text!r}, as the prompt's examples do.",
+            f"{count} of {len(base.present)} completions continue with {text!r}, as the prompt's examples do.",
             f"Set generation_kwargs={{'stop': [{text!r}]}}.",
             base,
             run.again(extra={**extra, "stop": [text]}),
@@ -414,13 +415,13 @@ def _stopped(run: ExaminedRun) -> Iterator[Experiment]:
     ends = end_token_ids(run.trainer.model, run.tokenizer)
     ended = [one for one in base.rollouts if one.finish is FinishReason.STOP and one.completion_ids]
     early = sum(one.completion_ids[-1] not in ends for one in ended)
-    if early < 0.3 * len(base.rollouts) or not run.has_time("completions-cut"):
+    if early < 0.3 * len(base.present) or not run.has_time("completions-cut"):
         return
     shown = ", ".join(f"{name}={value!r}" for name, value in stops.items())
     yield Experiment(
         "completions-cut",
         f"Without {shown}",
-        f"{early} of {len(base.rollouts)} completions are ended by generation_kwargs ({shown}), not by the model.",
+        f"{early} of {len(base.present)} completions are ended by generation_kwargs ({shown}), not by the model.",
         f"Remove {' and '.join(stops)} from generation_kwargs, or choose what comes after a whole answer.",
         base,
         run.again(extra=extra),

@@ -11,7 +11,7 @@ from torch import Tensor
 from covey.core.advantages import nanstd
 from covey.core.findings import Effect, Finding
 from covey.core.likeness import answer_of, common_share, most_common, reference_of
-from covey.core.records import FinishReason, PromptSample, RolloutBatch
+from covey.core.records import FinishReason, PromptSample, Rollout, RolloutBatch
 from covey.observability.diagnostics import RISEN, Course, collapsed, entropy_is_lost, lost
 from covey_tools.doctor.examined import ExaminedRun
 from covey_tools.doctor.learning import DIFFERING, MUCH, bonus_scale, decay, differing_routes, rate_within
@@ -41,13 +41,18 @@ class Point:
     def signal(self) -> bool:
         return bool((nanstd(self.totals, dim=1) > 0).any())
 
+    @property
+    def present(self) -> list[tuple[PromptSample, Rollout]]:
+        """All rollouts but absent ones, with their samples."""
+        return [pair for pair in zip(self.scored.samples, self.scored.rollouts, strict=True) if not pair[1].absent]
+
     @cached_property
-    def answers(self) -> list[str | None]:
-        return [None if one.finish is FinishReason.ERROR else answer_of(one.completion) for one in self.scored.rollouts]
+    def answers(self) -> list[str | None]:  # of those present, like `prompts`
+        return [None if one.finish is FinishReason.ERROR else answer_of(one.completion) for _, one in self.present]
 
     @property
     def prompts(self) -> list[str]:
-        return [str(draw.row.get("prompt", draw.prompt)) for draw in self.scored.samples]
+        return [str(draw.row.get("prompt", draw.prompt)) for draw, _ in self.present]
 
     @property
     def references(self) -> list[str | None]:
@@ -231,7 +236,7 @@ def _constant(points: Sequence[Point], run: ExaminedRun, answer: str) -> str:
     written = next(
         one.completion
         for point in reversed(points)
-        for one, said in zip(point.scored.rollouts, point.answers, strict=True)
+        for (_, one), said in zip(point.present, point.answers, strict=True)
         if said == answer
     )
     text = written if isinstance(written, str) else str(written[-1].get("content") or "") if written else ""

@@ -76,12 +76,21 @@ class SampleBatch:
         return sum(stat.value() for name, stat in self.stats.items() if re.fullmatch("rewards/.*/seconds", name))
 
     @property
+    def present(self) -> list[Rollout]:
+        """All rollouts but absent ones, which fill up groups."""
+        return [one for one in self.rollouts if not one.absent]
+
+    @property
+    def unscored(self) -> Tensor:  # [P, size], those present that have no reward
+        return self.totals.isnan() & ~torch.tensor([one.absent for one in self.rollouts]).view_as(self.totals)
+
+    @property
     def cut(self) -> float:
-        return sum(one.finish is FinishReason.LENGTH for one in self.rollouts) / len(self.rollouts)
+        return sum(one.finish is FinishReason.LENGTH for one in self.present) / max(len(self.present), 1)
 
     @property
     def texts(self) -> list[str]:
-        return [str(one.completion) for one in self.rollouts]
+        return [str(one.completion) for one in self.present]
 
     def signal(self, size: int) -> float:
         """Expected share of groups of `size` whose rewards differ, from all completions of each prompt."""

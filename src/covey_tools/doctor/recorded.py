@@ -425,9 +425,9 @@ def alone(read: PastRun, summary: dict[str, Any]) -> Iterator[Finding]:
     run.taken, run.numbers, run.rescores = [*rows.values()], [*rows], not played
     summary.update(reward_values.summary_of(run))
     errors = sum(one.finish is FinishReason.ERROR for one in base.rollouts)
-    missing = int(base.totals.isnan().sum()) - errors
-    if missing > len(base.rollouts) / 2:
-        evidence = f"no function gave a reward for {missing} of {len(base.rollouts)} completions."
+    missing = int(base.unscored.sum()) - errors
+    if missing > len(base.present) / 2:
+        evidence = f"no function gave a reward for {missing} of {len(base.present)} completions."
         yield Finding("reward-failing", "error", evidence, "Let one return a number for every row.")
     elif not base.spread.any() and not any(point.signal for point in read.points):
         value = f"{base.known.max().item():g}" if len(base.known) else "none"

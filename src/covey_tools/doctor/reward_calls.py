@@ -35,11 +35,11 @@ def failing(run: ExaminedRun) -> Iterator[Finding]:
         else:
             yield Finding("reward-failing", "error", evidence, *_other_form(run))
         return
-    explained = False
+    explained, count = False, len(base.present)
+    there = [not one.absent for one in base.rollouts]
     for index, name in enumerate(run.suite.names):
         failures, late = (int(base.stats[f"rewards/{name}/{kind}"].value()) for kind in ("failures", "timeouts"))
-        missing = int(base.rewards[:, index].isnan().sum()) - failures - late
-        count = len(base.rollouts)
+        missing = int(base.rewards[there, index].isnan().sum()) - failures - late
         if late > count / 4:
             yield _late(run, f"{name} has not scored {late} of {count} completions within {run.suite.timeout:g} s.")
         elif failures > count / 10:
@@ -62,9 +62,9 @@ def failing(run: ExaminedRun) -> Iterator[Finding]:
     if not explained and (silent := _silent_about_wrong(run)) is not None:
         yield silent
         explained = True
-    unscored = int(base.totals.isnan().sum())
-    if unscored > len(base.rollouts) / 2 and not explained:
-        evidence = f"no function gives a reward for {unscored} of {len(base.rollouts)} completions."
+    unscored = int(base.unscored.sum())
+    if unscored > count / 2 and not explained:
+        evidence = f"no function gives a reward for {unscored} of {count} completions."
         _, proof = _other_form(run)
         yield Finding("reward-failing", "error", evidence, "Let one return a number for every row.", proof)
 
@@ -84,7 +84,7 @@ def _silent_about_wrong(run: ExaminedRun) -> Finding | None:
     """Groups in which some completions get one and the same reward, and the others None."""
     base = run.base
     errors = torch.tensor([one.finish is FinishReason.ERROR for one in base.rollouts]).view_as(base.totals)
-    silent = base.totals.isnan() & ~errors
+    silent = base.unscored & ~errors
     mixed = int((silent.any(1) & ~base.totals.isnan().all(1)).sum())
     if base.spread.nan_to_num().any() or mixed < max(2, base.prompts / 4):
         return None
@@ -92,7 +92,7 @@ def _silent_about_wrong(run: ExaminedRun) -> Finding | None:
     return Finding(
         "reward-failing",
         "error",
-        f"{names} returns None for {int(silent.sum())} of {base.totals.numel()} completions, and one and the same"
+        f"{names} returns None for {int(silent.sum())} of {len(base.present)} completions, and one and the same"
         " reward for the others of a prompt: None is no reward, and a completion without one is compared with none.",
         "Return a lower number than that of a right answer (0, say) instead of None, which is for rows that are not the"
         " function's own.",

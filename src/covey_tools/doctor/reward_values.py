@@ -269,7 +269,7 @@ def summary_of(run: ExaminedRun) -> dict[str, Any]:
     of_batch = run.args.advantages == "reinforce_plus_plus"  # which compares with all prompts
     return {
         "signal": len(set(base.known.tolist())) > 1 if of_batch else bool(base.spread.nan_to_num().any()),
-        "completions": len(base.rollouts),
+        "completions": len(base.present),
         "prompts": base.prompts,
         "reward": None if not len(base.known) else round(base.mean, 6),
         "groups_with_signal": round(sum((base.spread > 0).double().tolist()) / max(base.prompts, 1), 4),
