@@ -11,7 +11,7 @@ import torch
 
 from covey.core.engine import SampleRequest, SamplingParams, TensorSpec, WeightUpdate
 from covey.engines.servers.engine import RemoteEngine
-from covey.engines.servers.errors import NoServerLeft
+from covey.engines.servers.errors import NoServerLeft, ServerRefused
 from covey.engines.servers.pool_file import PoolFile
 from covey.engines.servers.vllm.api import VllmApi
 from tests.support import tiny
@@ -232,6 +232,14 @@ def test_a_server_whose_model_has_other_tensors_is_left_out_with_a_warning(serve
     assert len(said) == 2
     assert f"{second.url} was started with '/models/other'" in said[0]
     assert second.url in said[1] and "cannot load weights; the run continues without it" in said[1]
+
+
+def test_a_refusal_by_a_server_of_the_start_ends_the_run(servers, pool):
+    """It is not left out with a warning, as one that joins is."""
+    first, second = servers(), servers(tiny.model(vocab_size=VOCABULARY + 8), refuses=400)
+    pool.write(first, second)
+    with pytest.raises(ServerRefused, match=f"{second.url}: cannot take weights .* has shape"):
+        pool.engine().load_weights(update(1, 1))
 
 
 @pytest.mark.parametrize("text", ["", "no url\n"])

@@ -82,6 +82,13 @@ def behind(engine):
     return any(not (member.up or member.last_error) for member in engine._pool.members)
 
 
+def wait_until(condition, seconds=30.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.05)
+
+
 def update(model, version):
     named = dict(model.named_parameters())
     specs = tuple(TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in named.items())
@@ -440,6 +447,26 @@ def test_an_excluded_server_gets_weights_after_a_restart(servers, engines):
         time.sleep(0.05)
     engine.load_weights(update(tiny.model(seed=9), 3))
     assert set(engine.export_state()["urls"]) == {one.url, other.url}
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot load weights")
+def test_failures_before_a_restart_do_not_count_after_it(servers, engines):
+    """The server fails three times and is excluded; after a restart it fails once, and gets the weights at last."""
+    one, other = servers(), servers()
+    engine = engines(one, other, resend=True)
+    engine.load_weights(update(tiny.model(seed=7), 1))
+    member = next(member for member in engine._pool.members if member.url == one.url)
+    one.misbehave("/collective_rpc", fake_vllm.status(500, "out of memory"), times=99)
+    one.kill()
+    one.start()
+    with engine.awake():
+        wait_until(lambda: member in engine._weights._excluded)
+    one.kill()
+    wait_until(lambda: member not in engine._weights._excluded)
+    one.mend()
+    one.misbehave("/collective_rpc", fake_vllm.status(500, "not ready"), times=1)
+    one.start()
+    wait_until(lambda: member.up)
 
 
 def test_a_returning_server_without_weights_does_not_end_the_run(servers, engines):

@@ -33,6 +33,7 @@ class PoolMember:
     last_error: str = ""  # text of its last failure; empty if it is healthy, even if it still lacks weights
     calls: set[asyncio.Task[Any]] = field(default_factory=set)  # requests in flight
     misses: int = 0  # failed health checks in a row
+    joined: bool = False  # after the run began
 
     @property
     def url(self) -> str:
@@ -176,7 +177,7 @@ class ServerPool:
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
         joins(server, facts)
-        member = PoolMember(server, facts)
+        member = PoolMember(server, facts, joined=True)
         self.members.append(member)
         del self._joining[server.url]
         self._join_errors.pop(server.url, None)

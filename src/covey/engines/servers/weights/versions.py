@@ -90,10 +90,10 @@ class ServerWeights:
                     for member in members:
                         del failures[member]
             except ServerRefused as error:
-                joined = next((member for member in members if member.url == error.url), None)
-                if joined is None or joined.version is not None or not self._others(joined):
-                    raise
-                self._exclude(joined, error)  # servers that the run began with hold weights
+                refusing = next((member for member in members if member.url == error.url), None)
+                if refusing is None or not refusing.joined or not self._others(refusing):
+                    raise  # the run was started with a server that does not suit it
+                self._exclude(refusing, error)
             except ServerError as error:
                 if not await self._leave_out_failed(members, error):
                     blamed = next((member for member in members if member.url == error.url), None)
@@ -211,6 +211,7 @@ class ServerWeights:
             await self.api.check_alive(member.server, QUICK_SECONDS)
         except (ServerUnreachable, ServerBusy):
             self._excluded.pop(member, None)
+            del self._failures[member]  # of the server before its restart
             raise
         if (reason := self._excluded.get(member)) is not None:
             raise ServerError(reason.url, reason.doing, reason.message, "Restart it to have it back.")
@@ -231,7 +232,8 @@ class ServerWeights:
             except ServerError as error:
                 passes = isinstance(error, RETRIED) and not isinstance(error, GroupNotJoined)
                 self._failures[member] += 0 if passes else 1
-                last = SEND_ATTEMPTS if self._others(member) else math.inf  # the only one has the pool's deadline
+                attempts = 1 if member.joined and isinstance(error, ServerRefused) else SEND_ATTEMPTS
+                last = attempts if self._others(member) else math.inf  # the only one has the pool's deadline
                 if isinstance(error, GroupNotJoined) or self._failures[member] >= last:
                     self._exclude(member, error)
                 raise
