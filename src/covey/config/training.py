@@ -144,16 +144,19 @@ describe_fields(__name__)
 
 
 def settings_can_be_saved(args: Args) -> Iterator[Finding]:
-    """Checkpoints hold the config: a run with a setting that cannot be written would end at its first."""
+    """Every saved model has the config beside it, so that saving fails if a setting cannot be written.
+
+    An error with save_strategy="no", too: `save_model` after training would fail and write no weights.
+    """
     nested = [name for name, value in vars(args).items() if name[0] != "_" and isinstance(value, dict | list | tuple)]
-    for name in nested if args.save_strategy != "no" else ():
+    for name in nested:
         try:
             pickle.dumps(getattr(args, name))
         except Exception as error:  # whatever the value's class raises
             yield Finding.error(
                 "setting-type",
-                f"{name}={getattr(args, name)!r} holds what a checkpoint cannot: {error}.",
-                "Define it at the top level of a file, or set save_strategy='no'.",
+                f"{name}={getattr(args, name)!r} cannot be written beside a saved model: {error}.",
+                "Define it at the top level of a file.",
             )
 
 
