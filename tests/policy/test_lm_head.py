@@ -57,6 +57,14 @@ def check(head, hidden, targets, temperature=1.0, entropy=False, differentiate_e
         torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
 
 
+def test_the_width_is_that_of_the_weights_unless_they_are_packed():
+    swapped, packed = torch.nn.Linear(HIDDEN, WORDS), torch.nn.Linear(HIDDEN, WORDS)
+    swapped.in_features, swapped.out_features = WORDS, HIDDEN  # as PEFT declares a head that it ties to embeddings
+    packed.weight = torch.nn.Parameter(torch.zeros(WORDS * HIDDEN // 2, 1, dtype=torch.uint8), requires_grad=False)
+    heads = (torch.nn.Linear(HIDDEN, WORDS), swapped, packed, torch.nn.Embedding(WORDS, HIDDEN))
+    assert [Head(module).width for module in heads] == [WORDS] * 4
+
+
 @pytest.mark.parametrize("kind", [torch.nn.Linear, Doubled])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("settings", [{}, {"scale": 0.25}, {"soft_cap": 0.7}, {"scale": 1.5, "soft_cap": 3.0}], ids=str)

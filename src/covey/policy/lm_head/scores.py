@@ -92,10 +92,14 @@ class Head:
 
     @property
     def width(self) -> int:
-        """Logits of a token as its weights have it (PEFT's tied heads say otherwise), or as a sharded module says."""
+        """Logits of a token, by the weights: PEFT's tied heads have `in_features` and `out_features` swapped.
+
+        By the module where weights are sharded, or packed in 4 bits as [V * H / 2, 1].
+        """
         weight: Any = getattr(self.module, "weight", None)
-        whole = isinstance(weight, Tensor) and weight.dim() == 2
-        return len(weight) if whole else getattr(self.module, "out_features", 1)
+        inputs, outputs = getattr(self.module, "in_features", None), getattr(self.module, "out_features", 1)
+        matrix = isinstance(weight, Tensor) and weight.dim() == 2
+        return len(weight) if matrix and (inputs is None or weight.numel() == inputs * outputs) else outputs
 
     def __call__(self, hidden: Tensor) -> Tensor:
         logits = (self.forward or self.module)(hidden)
