@@ -477,8 +477,7 @@ def test_gates_see_the_completions_of_a_smaller_group(tmp_path):
     ("own", "run", "words"),
     [
         ({"num_generations": 16}, {}, "is above the run's 8"),
-        ({"num_generations": 1}, {}, "there is none"),
-        ({"num_generations": 3}, {"rollouts_per_game": 2}, "no whole number of games"),
+        ({"num_generations": 3}, {"rollouts_per_game": 2}, "is not a multiple of rollouts_per_game=2"),
         ({"num_generations": 2, "advantages": "pass_at_k", "pass_at_k": 3}, {}, "below pass_at_k=3"),
         ({"num_generations": 0}, {}, "whole number, 1 or more"),
     ],

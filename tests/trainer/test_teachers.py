@@ -563,6 +563,23 @@ def test_sources_with_a_teacher_need_no_rewards(tmp_path, folders, rewarded):
     assert bool(runs.history(trainer, "source/sums/frac_advantage_zero")) == rewarded
 
 
+@pytest.mark.parametrize("rewarded", [None, "code", "sums", "both"])
+def test_groups_of_one_learn_from_a_teacher_alone(tmp_path, folders, rewarded):
+    """Refused where a function rewards the source that has them."""
+    data = {"sums": tiny.rows(8), "code": tiny.rows(8)[::-1]}
+    sources = {"sums": {"num_generations": 1}, "code": {}}
+    if rewarded in data:
+        sources[rewarded]["reward_funcs"] = runs.longer
+    parts = {"train_dataset": data, "sources": sources, "reward_funcs": runs.longer if rewarded == "both" else None}
+    settings = {"parts": parts, "teacher": str(folders / "one"), **OF_SOURCES}
+    if rewarded in ("sums", "both"):
+        assert codes(tmp_path, **settings) == {"group-of-one"}
+        return
+    batch, names = by_source(runs.trainer(tmp_path, **settings))
+    assert batch.term_tokens["teacher"].all() and {*names} == {*data}
+    assert bool(batch.advantages.any()) == (rewarded == "code")
+
+
 @pytest.mark.parametrize("own", [{"sampler": "difficulty"}, {"gates": {"signal": True}}])
 def test_sources_without_rewards_cannot_choose_by_them(tmp_path, folders, own):
     data = {"sums": tiny.rows(8), "code": tiny.rows(8)[::-1]}

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from covey.algorithms import ADVANTAGES
-from covey.algorithms.comparison import ROLE_AVERAGE, WITHIN
+from covey.algorithms.comparison import WITHIN
 from covey.config.choosing import check_gates, check_sampler
 from covey.config.fields import LIMITS
 from covey.config.messages import closest
@@ -571,7 +571,10 @@ def check_sizes(sources: Sources, prompts: int, batches: int, steps_per_batch: f
 
 
 def check_groups(sources: Sources, args: Any) -> Iterator[Finding]:
-    """Errors of sources with groups of their own size, in a run with the config `args`."""
+    """Errors of sources with groups of their own size, in a run with the config `args`.
+
+    Groups of one are checked with the rewards, by which they would be compared.
+    """
     for source in sources.sources:
         own, size = source.settings, source.settings.num_generations
         if size is None:
@@ -580,12 +583,9 @@ def check_groups(sources: Sources, args: Any) -> Iterator[Finding]:
         if size > args.num_generations:
             fix = "Raise the run's, which is the size of the largest groups, or lower the source's."
             yield Finding.error("source-setting", f"{shown} is above the run's {args.num_generations}.", fix)
-        elif size < 2 and not own.teacher and args.compare != ROLE_AVERAGE:
-            evidence = f"{shown}: a completion is compared with the others of its prompt, and there is none."
-            yield Finding.error("source-setting", evidence, "Set 2 or more.")
         elif size % args.rollouts_per_game:
-            evidence = f"{shown} is no whole number of games of rollouts_per_game={args.rollouts_per_game}."
-            yield Finding.error("source-setting", evidence, "Set a multiple of it.")
+            evidence = f"{shown} is not a multiple of rollouts_per_game={args.rollouts_per_game}."
+            yield Finding.error("source-setting", evidence, "Set a multiple, so that games are whole.")
         elif (own.advantages or args.advantages) == "pass_at_k" and k > size:
             yield Finding.error(
                 "source-setting", f"{shown} is below pass_at_k={k}.", "Raise the one or lower the other."

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+from covey.algorithms.comparison import ROLE_AVERAGE
 from covey.config.base import OnlineConfig
 from covey.config.messages import ignored
 from covey.core.findings import CheckError, Finding
@@ -440,7 +441,7 @@ def _routes(functions: list[Any], sources: Sources, of_run: int) -> Routes:
 
 
 def check_reward_sources(plan: RewardPlan, sources: Sources | None, args: OnlineConfig) -> Iterator[Finding]:
-    """Errors of sources whose rows nothing rewards and no teacher scores."""
+    """Errors of sources whose rows nothing rewards and no teacher scores, or whose rewards are compared with none."""
     routes = plan.routes
     if sources is None or routes is None:
         return
@@ -452,6 +453,14 @@ def check_reward_sources(plan: RewardPlan, sources: Sources | None, args: Online
                 "source-reward",
                 f"source {name!r} has no reward function and no teacher, and its environment gives no reward.",
                 f"Give it some, as in sources={{{name!r}: {{'reward_funcs': ...}}}}, or the run `reward_funcs`.",
+            )
+        settings = source.settings
+        if rewarded and settings.num_generations == 1 and (settings.compare or args.compare) != ROLE_AVERAGE:
+            yield Finding.error(
+                "group-of-one",
+                f"sources: {name}: num_generations=1 with rewards: a completion is compared with the others of its"
+                " prompt, so every advantage would be 0.",
+                "Set 2 or more, or leave its rewards out to learn from a teacher alone.",
             )
 
 
