@@ -21,7 +21,7 @@ from covey.algorithms.credit import (
     weights_by_source,
 )
 from covey.core.advantages import weighted_total
-from covey.core.batch import TrainBatch, collate, segment_sum, with_unknown_routes
+from covey.core.batch import TrainBatch, collate, segment_sum, unreported, with_unknown_routes
 from covey.core.findings import Finding
 from covey.core.likeness import keys_of
 from covey.core.losses import BatchCounts, mean_over_update, token_weights
@@ -73,6 +73,24 @@ def filtered(rollout: Rollout, may_count: Callable[[Rollout], Sequence[bool]]) -
     return replace(rollout, observed=[who if flag else 0 for who, flag in zip(rollout.observed, flags, strict=True)])
 
 
+def as_all_reported(
+    rollouts: Sequence[Rollout], batch: TrainBatch, gather: Callable[[Any, str], list[Any]]
+) -> tuple[bool, TrainBatch]:
+    """True if all rollouts of all processes have entropies; and the batch, with the engine's log-probs if any do.
+
+    Processes without a token, as of absent rollouts alone, do as the others, so that all score the same. Collective.
+    """
+    complete = all(rollout.entropies is not None for rollout in rollouts if not rollout.absent)
+    mine = (complete, batch.num_tokens > 0, batch.engine_logprobs is not None)
+    everyone = gather(mine, "agree on what the engine reported")
+    reported = any([has for _, tokens, has in everyone if tokens] or [has for _, _, has in everyone])
+    if not reported:
+        batch = replace(batch, engine_logprobs=None)
+    elif batch.engine_logprobs is None:
+        batch = replace(batch, engine_logprobs=unreported("engine_logprobs", batch, torch.float32))
+    return all(complete for complete, _, _ in everyone), batch
+
+
 @dataclass(eq=False)
 class BehaviourScorer:
     """Scores rollouts under the policies that the loss compares with, where it needs them."""
@@ -96,12 +114,13 @@ class BehaviourScorer:
         with run.phases("score"):
             self.scorer.settle_layout(batch)
             rollouts = self.with_entropies(given) if run.args.log_entropy else list(given)
-            entropy = sampling_entropy(rollouts, batch)
             fresh = [row for row, age in enumerate(token_ages(rollouts, run.step)) if not age]
             checked = self.engine_check(batch, torch.tensor(fresh, dtype=torch.long, device=batch.lengths.device))
             if run.args.routing_replay != "R3":  # they were for the check alone
                 batch = batch.unrouted()
                 rollouts = [one if one.routes is None else replace(one, routes=None) for one in rollouts]
+            has_entropies, batch = as_all_reported(rollouts, batch, run.collectives.gather)
+            entropy = sampling_entropy(rollouts, batch) if has_entropies else {}
             if not self.engine_check.comparable:  # of another distribution than the trainer scores
                 batch = replace(batch, engine_logprobs=None)
             batch, kl, measured, stats = self.with_logprobs(batch, mode, measures_entropy=not entropy)

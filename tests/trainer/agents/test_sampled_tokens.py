@@ -18,11 +18,12 @@ from covey.core.batch import LOSS_FIELDS, TrainBatch, collate, segment_sum
 from covey.core.engine import EngineTraits, SamplingParams
 from covey.core.losses import BatchCounts, mean_over_update, token_weights
 from covey.core.objective import policy_loss
-from covey.core.records import FinishReason, Rollout
+from covey.core.records import FinishReason, Rollout, absent_rollout
 from covey.engines.scripted import ScriptedEngine
 from covey.policy.layouts import LAYOUTS
 from covey.policy.scoring import TokenScorer
 from covey.trainer.engine_check.parity import corrected
+from covey.trainer.experience import as_all_reported
 from covey.trainer.microbatches import micro_batch_tokens
 from covey.trainer.rollout_reports import sampling_entropy
 from tests.support import runs, tiny
@@ -299,6 +300,20 @@ def test_an_engines_entropies_count_where_it_sampled():
     total = 4 * 6 + 2 * 4 + 2 * 4 + 1 * 1 + 3 * 5
     assert sampling_entropy(rollouts, collate(rollouts))["entropy"].value() == (total + 3 * 3) / 15
     assert sampling_entropy(rollouts, collate(rollouts, mask_truncated=True))["entropy"].value() == total / 12
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_process_of_absent_rollouts_alone_does_as_the_other(known):
+    """Which has entropies and log-probs of its rollouts, or does not."""
+    logprobs, entropies = ([-1.0], [0.5]) if known else (None, None)
+    played = Rollout([1], [2], [True], logprobs, "two", FinishReason.STOP, entropies=entropies)
+    given = [[played], [absent_rollout([1], "")]]
+    mine = []
+    for rollouts in given:
+        as_all_reported(rollouts, collate(rollouts), lambda own, purpose: mine.append(own) or [own])
+    found = [as_all_reported(rollouts, collate(rollouts), lambda own, purpose: mine) for rollouts in given]
+    assert [complete for complete, _ in found] == [known, known]
+    assert [batch.engine_logprobs is not None for _, batch in found] == [known, known]
 
 
 @pytest.mark.parametrize(
