@@ -1,15 +1,19 @@
 """Evaluation suites: sampling of their own, estimates by eye, and what is refused."""
 
 import math
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from covey import EvalSuite
 from covey.core.estimates import interval_of_share
 from covey.core.findings import CheckError
+from covey.core.transcript import Counts, RolloutSummary
 from covey.observability.record_files import evaluation_files, read_rows
 from covey.rewards import answers, numeric_match_reward
+from covey.trainer.evaluation.phase import EvaluationPhase
 from covey.trainer.evaluation.suites import Graded, estimates, suite_of
 from tests.support import runs, tiny
 
@@ -163,6 +167,26 @@ def test_what_was_answered_is_written_down(tmp_path):
     assert sum(row["reward/even"] for row in rows) / 6 == pytest.approx(metrics["eval_me/letters_pass@1"])
     assert [row["answer"] for row in rows] == [row["completion"][:1] or None for row in rows]
     assert {(row["fate"], row["advantage"]) for row in rows} == {("evaluated", None)}
+
+
+def test_absent_rollouts_are_not_written_down():
+    """A padded game of three of which the second is absent; as the table gets it."""
+    added = []
+    log = SimpleNamespace(enabled=True, add=lambda step, **table: added.append(table))
+    phase = SimpleNamespace(
+        run=SimpleNamespace(step=0), rollouts=SimpleNamespace(rewards=SimpleNamespace(names=["even"]))
+    )
+    grades = [Graded(0, 1.0, True, "4"), Graded(0, math.nan, None, None), Graded(0, 0.0, False, "5")]
+    shown = [
+        RolloutSummary(len(text), "2+2=", text, finish, Counts(1, 0, 0), None, [], {}, None)
+        for text, finish in (("4", "stop"), ("", "absent"), ("5", "stop"))
+    ]
+    EvaluationPhase._log(phase, log, grades, torch.tensor([[1.0], [math.nan], [0.0]]), shown)
+    (table,) = added
+    assert table["completions"] == ["4", "5"] and table["rewards"] == {"even": [1.0, 0.0]}
+    assert table["extras"] == {"right": [True, False], "answer": ["4", "5"]}
+    EvaluationPhase._log(phase, log, grades[1:2], torch.tensor([[math.nan]]), shown[1:2])
+    assert len(added) == 1
 
 
 def test_training_is_the_same_with_suites_as_without(tmp_path):

@@ -1,7 +1,7 @@
 """Evaluation by sampling: plain datasets as in training, with a loss; an `EvalSuite` by its own settings, without
 one."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +16,7 @@ from covey.core.advantages import weighted_total
 from covey.core.likeness import Keys, keys_of
 from covey.core.records import Experience, FinishReason, PromptSample, RolloutBatch
 from covey.core.stats import Stat
+from covey.core.transcript import RolloutSummary
 from covey.data.sampler import eval_loader
 from covey.data.sources import raw, source_of
 from covey.data.validation import check_dataset
@@ -178,7 +179,7 @@ class EvaluationPhase:
             if logs_completions(run.args):
                 summaries = run.collectives.to_first(summarize(scored, run.args), "put the completions together")
                 for (grades, scores, _), texts in zip(shards, summaries, strict=False):  # none but on the first process
-                    self._log(log, grades, scores, columns_of(texts))
+                    self._log(log, grades, scores, texts)
             on_batch()
         stats = rollout_batch_stats(
             lengths=lengths,
@@ -195,11 +196,16 @@ class EvaluationPhase:
         run.metrics.add(stats, "eval")
         return len(lengths), estimates(suite, completions, graded)
 
-    def _log(self, log: CompletionLog, grades: list[Graded], scores: Tensor, columns: dict[str, list[Any]]) -> None:
-        if not log.enabled or not grades:
+    def _log(
+        self, log: CompletionLog, grades: list[Graded], scores: Tensor, summaries: Sequence[RolloutSummary]
+    ) -> None:
+        """Add a process's completions to the table, without absent ones."""
+        there = [number for number, one in enumerate(summaries) if one.finish != FinishReason.ABSENT]
+        if not log.enabled or not there:
             return
-        logged = as_logged(columns, scores, self.rollouts.rewards.names)
-        given = {name: [getattr(grade, name) for grade in grades] for name in ("right", "answer")}
+        names = self.rollouts.rewards.names
+        logged = as_logged(columns_of([summaries[number] for number in there]), scores[there], names)
+        given = {name: [getattr(grades[number], name) for number in there] for name in ("right", "answer")}
         known = {name: values for name, values in given.items() if any(value is not None for value in values)}
         logged["extras"] = known | logged["extras"]
         log.add(self.run.step, **logged)
