@@ -386,6 +386,33 @@ def test_weights_in_half_precision_are_explained(settings, said):
     assert "rounded away" not in plain and "lost in the mean" not in plain
 
 
+class Refused(number_formats.FloatProduct):
+    """A product that the machine's library refuses."""
+
+    def __call__(self, x, scales):
+        raise RuntimeError("there is none")
+
+
+@pytest.mark.parametrize(
+    "of_teacher, of_policy, said",
+    [
+        ({}, {}, "whose base is the policy's"),
+        ({"init_lora_weights": "pissa"}, {}, "and its own base"),
+        ({"bias": "all"}, {}, "and its own base"),
+        ({}, {"init_lora_weights": "pissa"}, "since the policy's adapter changes the policy's own"),
+    ],
+)
+def test_a_base_that_no_policy_shares_is_in_the_memory_of_a_teacher(tmp_path, of_teacher, of_policy, said):
+    config = tiny.config()
+    config.save_pretrained(tmp_path / "base")
+    config._name_or_path = str(tmp_path / "base")
+    adapter = {"base_model_name_or_path": str(tmp_path / "base"), "peft_type": "LORA", **of_teacher}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
+    text = words(explain(GRPOConfig(teacher=str(tmp_path)), model=ModelPlan(config, peft={"r": 4, **of_policy})))
+    assert "and memory: the adapter" in text and said in text
+    assert ("whose base is the policy's" in text) is not bool(of_teacher or of_policy)
+
+
 def test_sampling_in_fewer_bits_is_explained_with_what_it_gains_here(monkeypatch):
     corrected = "the loss is corrected for the difference"
     for able in (True, False):
@@ -397,8 +424,13 @@ def test_sampling_in_fewer_bits_is_explained_with_what_it_gains_here(monkeypatch
         )
         assert ("a decoding step of the model is measured" in auto) is able is (corrected in auto)
         assert ("changes nothing on this machine" in auto) is not able
+        assert ("int8: this processor multiplies no int8 (it has neither AMX nor VNNI)" in auto) is not able
         assert "rounds weights and inputs of linear layers to int8" in named and corrected in named
         assert ("does not make decoding faster here" in named) is not able
+    monkeypatch.setitem(number_formats.FAST, ("cpu", "bfloat16"), (lambda: False, number_formats.FloatProduct))
+    monkeypatch.setitem(number_formats.FAST, ("cpu", "int8"), (lambda: True, Refused))
+    auto = words(explain(GRPOConfig(engine_dtype="auto", use_cpu=True)))
+    assert "int8: oneDNN has no fast or right product of int8" in auto and "neither AMX nor VNNI" not in auto
     assert "started with quantization=fp8" in words(explain(GRPOConfig(engine_dtype="float8", use_vllm=True)))
     assert "fewer bits" not in words(explain(GRPOConfig())) and corrected not in words(explain(GRPOConfig()))
 

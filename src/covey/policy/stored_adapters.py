@@ -3,6 +3,7 @@
 import json
 import os
 import warnings
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,8 +69,12 @@ def stored_adapter(name: str, location: dict[str, Any]) -> StoredAdapter | None:
             f"teacher={name!r} is an adapter of type {kind}, which needs further inputs next to the tokens.",
             "Use LoRA or one of its variants, or the folder of the merged model.",
         )
-    begins, bias = config.get("init_lora_weights", True), config.get("bias", "none")
-    return StoredAdapter(name, str(base), config.get("revision"), begins not in LEAVES_BASE or bias != "none")
+    return StoredAdapter(name, str(base), config.get("revision"), changes_base(config))
+
+
+def changes_base(config: Mapping[str, Any]) -> bool:
+    """True if an adapter with these settings of PEFT changes weights of its base: when it is loaded, or trained."""
+    return config.get("init_lora_weights", True) not in LEAVES_BASE or config.get("bias", "none") != "none"
 
 
 def shared_base(policy: Any) -> Any:

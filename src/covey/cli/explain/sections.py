@@ -13,7 +13,7 @@ from covey.config.teacher_sources import is_loaded, is_server
 from covey.core.distillation import WHOLE_VOCABULARY
 from covey.engines.native.number_formats import FORMATS, fast_product
 from covey.engines.servers.pool_file import PoolFile
-from covey.policy.stored_adapters import stored_adapter
+from covey.policy.stored_adapters import changes_base, stored_adapter
 from covey.runtime.waiting import CHOSEN
 from covey.sizing.memory import ASSUMED_PROMPT_TOKENS
 from covey.trainer.build import shares_base, teacher_kwargs
@@ -316,12 +316,18 @@ def _teachers(run: ExplainedRun) -> Iterator[str]:
 
 
 def _weights_of_teacher(run: ExplainedRun, source: str) -> str:
-    adapter = stored_adapter(source, teacher_kwargs(run.args))
+    adapter, peft = stored_adapter(source, teacher_kwargs(run.args)), run.model.peft
     if adapter is None:
         return f"the weights of {source}"
-    if run.model.peft is not None and shares_base(run.args, adapter, run.model.config):
-        return f"the adapter {source}, whose base is the policy's (where weights are sharded, a base of its own)"
-    return f"the adapter {source} and its base {adapter.base}"
+    if adapter.changes_weights:
+        return f"the adapter {source} and its own base {adapter.base}, whose weights it changes"
+    if peft is None or not shares_base(run.args, adapter, run.model.config):
+        return f"the adapter {source} and its base {adapter.base}"
+    if changes_base(peft):
+        return f"the adapter {source} and its base {adapter.base}, since the policy's adapter changes the policy's own"
+    if getattr(run.model.quantization, "load_in_8bit", False):
+        return f"the adapter {source} and its base {adapter.base}, since a base in 8 bits is not shared"
+    return f"the adapter {source}, whose base is the policy's (where weights are sharded, a base of its own)"
 
 
 def _served_teacher(args: OnlineConfig, source: str) -> Iterator[str]:
@@ -410,8 +416,9 @@ def _rounding(run: ExplainedRun) -> Iterator[str]:
             at least {LEAST_GAIN:g} times as fast and log-probabilities of sampled tokens differ by at most
             {LARGEST_DIFFERENCE:g} on average; else none."""
         else:
-            yield f"""engine_dtype={name!r} changes nothing on this machine, which multiplies no narrower format faster
-            (on a CPU: it has neither AMX nor VNNI)."""
+            reasons = " ".join(f"{one}: {why_slow(run.device, one)}" for one in FORMATS)
+            yield f"""engine_dtype={name!r} changes nothing on this machine, which multiplies no narrower format faster.
+            {reasons}"""
             return
     else:
         yield f"""The built-in engine rounds weights and inputs of linear layers to {name}, once for each rollout batch
