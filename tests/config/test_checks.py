@@ -226,7 +226,7 @@ REFUSED_BY_NAME = [
     (
         GRPOConfig,
         {"chat_template_kwargs": {"today": lambda: 1}, "save_strategy": "no"},
-        "chat_template_kwargs=.*cannot be written beside a saved model",
+        "chat_template_kwargs=.*cannot be saved with a model",
     ),
     (GRPOConfig, {"gates": {"mixed": print}}, "gates: mixed=.* is a function.*gates.py:mixed"),
     (GRPOConfig, {"compare": "role_average", "gates": {"signal": True}}, "gates=.*compare='role_average'"),

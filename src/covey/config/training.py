@@ -144,7 +144,7 @@ describe_fields(__name__)
 
 
 def settings_can_be_saved(args: Args) -> Iterator[Finding]:
-    """Every saved model has the config beside it, so that saving fails if a setting cannot be written.
+    """A saved model comes with the config, so that saving fails if a setting cannot be written.
 
     An error with save_strategy="no", too: `save_model` after training would fail and write no weights.
     """
@@ -155,7 +155,7 @@ def settings_can_be_saved(args: Args) -> Iterator[Finding]:
         except Exception as error:  # whatever the value's class raises
             yield Finding.error(
                 "setting-type",
-                f"{name}={getattr(args, name)!r} cannot be written beside a saved model: {error}.",
+                f"{name}={getattr(args, name)!r} cannot be saved with a model: {error}.",
                 "Define it at the top level of a file.",
             )
 
