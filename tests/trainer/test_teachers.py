@@ -14,6 +14,8 @@ from covey.core.batch import collate
 from covey.core.findings import CheckError, CheckWarning
 from covey.core.records import FinishReason, Rollout
 from covey.core.terms import term_weights
+from covey.policy.loading import load_teacher
+from covey.trainer import build
 from covey.trainer.teachers import TeacherPrompt, check_tokenizer, check_vocabulary, fields_of, template_prompt
 from tests.core.test_distillation import full_divergence
 from tests.support import runs, tiny
@@ -459,6 +461,19 @@ def test_a_base_is_shared_if_its_weights_are_those_that_its_name_promises(tmp_pa
         torch.testing.assert_close(
             batch.teacher_logprobs, scores.float(), rtol=0, atol=2e-5 if shares is False else 5e-2
         )
+
+
+def test_a_base_that_is_compared_and_differs_is_loaded_once(tmp_path, stored, monkeypatch):
+    loaded = []
+
+    def load(*args, **settings):
+        loaded.append(load_teacher(*args, **settings))
+        return loaded[-1]
+
+    monkeypatch.setattr(build, "load_teacher", load)
+    parts = {"model": merged(stored), "peft_config": LoraConfig(**LORA)}
+    trainer = runs.trainer(tmp_path, parts=parts, teacher=str(stored / "one"))
+    assert len(loaded) == 1 and storages(teacher_of(trainer)) & storages(loaded[0])
 
 
 @pytest.mark.parametrize("settings", [{"init_lora_weights": "pissa"}, {"bias": "all"}], ids=["PiSSA", "biases"])

@@ -318,23 +318,30 @@ def _base_of(run: Run, adapter: StoredAdapter, policy: Any, bases: dict[Any, Any
     if run.sharding.weights or adapter.changes_weights:
         return _load_base(args, adapter)
     if key not in bases:
-        own = _base_of_policy(args, adapter, policy, as_named)
-        bases[key] = _load_base(args, adapter) if own is None else own
+        bases[key] = _shared_or_loaded(args, adapter, policy, as_named)
     return with_shared_weights(bases[key])
 
 
-def _base_of_policy(args: OnlineConfig, adapter: StoredAdapter, policy: Any, as_named: bool) -> Any:
-    """The model under the policy's adapter; None where it is another one than the teacher's adapter changes.
+def _shared_or_loaded(args: OnlineConfig, adapter: StoredAdapter, policy: Any, as_named: bool) -> Any:
+    """The model that a teacher's adapter changes: the one under the policy's adapter if it is that one, else loaded.
 
     Its name proves nothing where the model was given as an object, which may have been merged or trained since it was
     loaded, or where an adapter's start has changed it. Then it is compared with the model of that name.
     """
     config = base_model(policy).config
     if not shares_base(args, adapter, config) or (own := shared_base(policy)) is None:
-        return None
+        return _load_base(args, adapter)
+    if as_named:
+        return own
     quantization = getattr(config, "quantization_config", None)
     alike = {} if quantization is None else {"quantization_config": quantization, "dtype": own.dtype}
-    return own if as_named or has_weights_of(own, _load_base(args, adapter, **alike)) else None
+    named = _load_base(args, adapter, **alike)
+    if has_weights_of(own, named):
+        return own
+    if not alike:
+        return named
+    del named  # before it is loaded as the run asks for it
+    return _load_base(args, adapter)
 
 
 def shares_base(args: OnlineConfig, adapter: StoredAdapter, config: Any) -> bool:
