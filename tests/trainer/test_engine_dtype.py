@@ -1,6 +1,7 @@
 """Runs whose engine rounds: what is corrected, what `auto` chooses and when, and what cannot round."""
 
 import json
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -223,6 +224,25 @@ def test_log_probs_are_compared_after_the_dataset_s_first_prompts(tmp_path):
     codec = runs.trainer(tmp_path).collector.codec
     assert first_prompts(codec, rows) == [codec.read_row(rows[number]).ids for number in (0, 2)]
     assert first_prompts(codec, iter(rows)) == first_prompts(codec, None) == []
+
+
+def test_no_more_rows_are_read_than_compared_and_random_numbers_are_drawn_again(tmp_path):
+    read = []
+
+    class Augmented:
+        def __len__(self):
+            return 16
+
+        def __getitem__(self, number):
+            read.append(number)
+            return {"prompt": f"{random.randrange(9)}+{torch.randint(9, ()).item()}={number}"}
+
+    codec = runs.trainer(tmp_path).collector.codec
+    before = random.getstate(), torch.get_rng_state()
+    prompts = first_prompts(codec, Augmented())
+    after = random.getstate(), torch.get_rng_state()
+    assert len(prompts) == 4 and read == [0, 1, 2, 3]
+    assert after[0] == before[0] and torch.equal(after[1], before[1])
 
 
 def test_auto_measures_nothing_where_no_format_is_faster(tmp_path, monkeypatch):

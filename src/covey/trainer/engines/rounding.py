@@ -8,7 +8,7 @@ says, since another choice would sample other tokens.
 import asyncio
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from covey.policy.adapters import base_model
 from covey.policy.quantization import quantization_method
 from covey.rollout.collector import run_async
 from covey.rollout.prompts import PromptCodec
+from covey.trainer.distributed.stopping import random_state, set_random_state
 from covey.trainer.run import Run
 
 AUTO = "auto"
@@ -323,16 +324,25 @@ def logprob_difference(
 
 
 def first_prompts(codec: PromptCodec, rows: Any) -> list[list[int]]:
-    """Token ids of a dataset's first prompts, of those that are text; none of a stream, which is read once."""
-    found = list[list[int]]()
-    for row in islice(rows if hasattr(rows, "__len__") else [], 4 * ROWS):
+    """Token ids of a dataset's first prompts, of those that are text; none of a stream, which is read once.
+
+    Random numbers that the dataset draws, as for an augmentation, are drawn again in training.
+    """
+    before = random_state()
+    try:
+        return [*islice(_prompts_of_text(codec, islice(rows if hasattr(rows, "__len__") else [], 4 * ROWS)), ROWS)]
+    finally:
+        set_random_state(before)
+
+
+def _prompts_of_text(codec: PromptCodec, rows: Iterable[Any]) -> Iterator[list[int]]:
+    for row in rows:
         try:
             encoded = codec.read_row(row)
         except ValueError:  # sampling reports it
             continue
         if encoded.ids and not encoded.media:
-            found.append(list(encoded.ids))
-    return found[:ROWS]
+            yield list(encoded.ids)
 
 
 def made_up_prompts(run: Run) -> list[list[int]]:
