@@ -235,8 +235,8 @@ def micro_batches(
 ) -> Iterator[tuple[bool, list[int]]]:
     """Numbers of rows to compute together, and False for those without a gradient.
 
-    Rows are sorted by their tokens. Those that share a head, which counts once, are cut at `budget` tokens; others
-    join them up to `enough` tokens.
+    Rows are sorted by their tokens. Rows that share a head, which counts once, are a unit, and are cut at `budget`
+    tokens. Units are put together up to `enough` tokens.
     """
     for trained in (True, False):
         chosen = [number for number, row in enumerate(rows) if bool(row.counts.any()) is trained]
