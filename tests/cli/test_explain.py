@@ -8,7 +8,7 @@ import pytest
 from transformers import LlamaConfig, MambaConfig
 
 from covey.cli.explain.command import explain as explain_run
-from covey.cli.explain.run import Cluster, ExplainedRun, ModelPlan, source_lines
+from covey.cli.explain.run import Cluster, ExplainedRun, ModelPlan, Start, source_lines
 from covey.cli.main import main as covey
 from covey.config.algebra import planning_for
 from covey.config.grpo import GRPOConfig
@@ -653,6 +653,13 @@ def test_sources_are_a_table_with_their_denominators():
     assert first.split() == ["a", "20", "3", "75.0%", "3", "3", "26.7"]  # 20 / 3 batches of 4 updates each
     assert second.split() == ["b", "16", "1", "25.0%", "1", "1", "64"]
     assert any("b is averaged by itself" in line for line in others)
+
+
+def test_sizes_of_rollout_batches_are_bounds_where_a_source_has_smaller_groups():
+    args = GRPOConfig(num_generations=8, generation_batch_size=64)
+    assert "8 prompts, 8 completions each, 64 completions in all" in words(explain(args, start=Start()))
+    text = words(explain(args, start=Start(group_sizes={"small": 4})))
+    assert "8 prompts, at most 8 completions each, at most 64 completions in all" in text
 
 
 def test_opponents_are_counted(run_file, capsys):

@@ -85,6 +85,7 @@ class Start:
     prompts: list[str] = field(default_factory=list)  # sentences about prompts and rewards
     prompt_tokens: int | None = None  # of the longest prompt, if known
     sources: list[str] = field(default_factory=list)  # sentences about several data sets
+    group_sizes: dict[str, int] = field(default_factory=dict)  # completions of a prompt, where a source has its own
 
     def lines(self) -> list[str]:
         lines = [f"will fail: {problem}" for problem in self.problems]
@@ -264,7 +265,9 @@ def check_start(run: RunConfig, algebra: BatchAlgebra) -> Start:
                 for name, part in parts_of(rows, "source"):
                     start.prompts += [f"Rewards of {name}:"] if arguments.sources else []
                     start.prompts += reward_lines(suite, collector, part[0])
-                start.sources = [] if arguments.sources is None else source_lines(run.args, algebra, arguments.sources)
+                if arguments.sources is not None:
+                    start.sources = source_lines(run.args, algebra, arguments.sources)
+                    start.group_sizes = arguments.sources.group_sizes
     return start
 
 

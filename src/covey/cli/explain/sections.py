@@ -27,9 +27,13 @@ def count(number: int, noun: str) -> str:
 
 def batches(run: ExplainedRun) -> Iterator[str]:
     a, args, updates = run.algebra, run.args, run.algebra.updates_per_rollout_batch
+    unequal = run.start is not None and any(size < a.num_generations for size in run.start.group_sizes.values())
+    most = "at most " * unequal
     yield f"""Batch sizes count completions, not prompts. One rollout batch:
-    {count(a.prompts_per_rollout_batch, "prompt")}, {a.num_generations} completions each, {a.generation_batch_size}
-    completions in all (generation_batch_size)."""
+    {count(a.prompts_per_rollout_batch, "prompt")}, {most}{a.num_generations} completions each,
+    {most}{a.generation_batch_size} completions in all (generation_batch_size)."""
+    if unequal:
+        yield """Sources have smaller groups (num_generations); the sizes below count each group as if it were full."""
     yield f"""It is cut into {count(a.steps_per_generation, "micro-batch")} (steps_per_generation) of
     {a.per_device_train_batch_size} completions in each of {count(a.world_size, "process")}."""
     if a.num_iterations > 1:
