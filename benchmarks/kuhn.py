@@ -39,6 +39,7 @@ from covey.core.records import GameSeat, Scores
 COMPARED = ("group", "role", "role_average")
 TITLES = {"tabular": "tabular policy", "tiny": "tiny model"}
 CLAIM = 22  # whose runs are those of the tiny model
+STEPS, SEEDS = 1000, 4  # of tabular runs
 RESULTS = Path(__file__).with_name("kuhn.json")
 PICTURE = Path(__file__).parents[1] / "docs" / "games" / "kuhn.png"
 
@@ -72,7 +73,7 @@ def train(
     Returns:
         `curve`, NashConv at a hundred steps and at the end; the last `policy` and its `value` for the first seat.
     """
-    settings = {"num_generations": 2 * games, "per_device_train_batch_size": 2 * games * len(DEALS)}
+    settings: dict[str, Any] = {"num_generations": 2 * games, "per_device_train_batch_size": 2 * games * len(DEALS)}
     config = GRPOConfig(output_dir="unused", compare=compare, scale_rewards="none", use_cpu=True, **settings)
     algorithm, weights = grpo.algorithm(config), torch.ones(1)
     averages = RoleAverages(config.role_decay) if algorithm.comparison.averages else None
@@ -98,8 +99,8 @@ def train(
         entropy = -logits * policy * (1 - policy)  # of each decision, in its logit
         left = 1 - step / steps
         logits += rate * left * (gradient + bonus * left * entropy / 12)
-    policy = logits.sigmoid().tolist()
-    return {"curve": [*curve, nash_conv(policy)], "policy": policy, "value": value_of(policy)}
+    final = logits.sigmoid().tolist()
+    return {"curve": [*curve, nash_conv(final)], "policy": final, "value": value_of(final)}
 
 
 def of_claim(records: ClaimRecords, seeds: int) -> dict[str, list[dict[str, Any]]]:
@@ -129,7 +130,7 @@ def plot(players: dict[str, tuple[int, dict[str, list[dict[str, Any]]]]], path: 
             for run in runs:
                 last = len(run["curve"]) - 1
                 first = steps == last + 1  # after every update; else from before the first one on
-                places = [first + (steps - first) * place / last for place in range(last + 1)]
+                places = [first + (steps - first) * place / max(last, 1) for place in range(last + 1)]
                 curves.setdefault(compare, []).append((places, run["curve"]))
         draw_bands(axes, curves)
         axes.axhline(11 / 12, color="0.5", lw=0.8, ls=":")
@@ -156,23 +157,28 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--player", choices=("tabular", "tiny"), default="tabular")
-    options.add_argument("--steps", type=int, default=1000, help="Updates of each tabular run, on 96 games.")
-    options.add_argument("--seeds", type=int, default=4, help="Tabular runs of each comparison.")
+    options.add_argument("--steps", type=int, help=f"Updates of each tabular run, on 96 games; {STEPS} unless given.")
+    options.add_argument("--seeds", type=int, help=f"Tabular runs of each comparison; {SEEDS} unless given.")
     options.add_argument("--records", type=Path, default=RECORDS, help="File of finished runs of claims.")
     options.add_argument("--output", type=Path, default=RESULTS, help="File for the tabular policy's curves.")
     options.add_argument("--plot", type=Path, default=PICTURE)
     given = options.parse_args()
+    if given.player == "tiny" and (given.steps, given.seeds) != (None, None):
+        options.error("--steps and --seeds are of tabular runs; those of the tiny model are the claim's")
+    if any(number is not None and number < 1 for number in (given.steps, given.seeds)):
+        options.error("--steps and --seeds must be at least 1")
+    steps, seeds = given.steps or STEPS, given.seeds or SEEDS
     torch.set_num_threads(1)
     of_tiny = of_claim(ClaimRecords(given.records), claim(CLAIM).seeds)
     if given.player == "tiny" and not of_tiny:
         options.error(f"the runs of claim {CLAIM} are not there: `python -m benchmarks.claims {CLAIM}` trains them")
     if given.player == "tabular":
         trained: dict[str, list[dict[str, Any]]] = {}
-        for seed in range(given.seeds):
+        for seed in range(seeds):
             for compare in COMPARED:
-                run = train(compare, seed, given.steps)
+                run = train(compare, seed, steps)
                 trained.setdefault(compare, []).append({name: rounded(value) for name, value in run.items()})
-        given.output.write_text(json.dumps({"tabular": {"steps": given.steps, "runs": trained}}, indent=1) + "\n")
+        given.output.write_text(json.dumps({"tabular": {"steps": steps, "runs": trained}}, indent=1) + "\n")
     known = json.loads(given.output.read_text()) if given.output.exists() else {}
     players = {name: (one["steps"], one["runs"]) for name, one in known.items()}
     if of_tiny:

@@ -235,12 +235,14 @@ def main() -> None:
     parser.add_argument("--part", action="append", choices=("sync", "differences", "learn"), help="all unless given")
     parser.add_argument("--model", help="model folder; SmolLM2-135M-Instruct unless given")
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-4, 1e-5, 1e-6], help="of differences")
-    parser.add_argument("--updates", type=int, default=10, help="of differences, at each rate")
+    parser.add_argument("--updates", type=int, default=10, help="of differences, at each rate; at least 1")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--no-correction", action="store_true", help="learn without weighing the loss for the mismatch")
     parser.add_argument("--max-staleness", type=int, default=0)
     given = parser.parse_args()
+    if given.updates < 1:
+        parser.error(f"--updates {given.updates}: must be at least 1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     folder = model_path(given.model)
     if "sync" in (given.part or ["sync"]):

@@ -7,7 +7,7 @@ import torch
 from benchmarks.claims.games import KuhnBed
 from benchmarks.claims.records import ClaimRecords
 from benchmarks.claims.table import claim
-from benchmarks.kuhn import CLAIM, COMPARED, of_claim, play, plot, table, train
+from benchmarks.kuhn import CLAIM, COMPARED, main, of_claim, play, plot, table, train
 from benchmarks.poker import DEALS, VALUE, against_even, best_replies, nash_conv, value_of, winnings
 
 HALF = [Fraction(1, 2)] * 12
@@ -72,6 +72,19 @@ def test_curves_of_the_tiny_model_are_those_of_its_claim(tmp_path):
     assert found == {"role": [{"curve": [1.0, 0.5], "value": 0.0}, {"curve": [1.0, 1.5], "value": -0.1}]}
     plot({"tiny": (2, found)}, tmp_path / "kuhn.png")
     assert (tmp_path / "kuhn.png").stat().st_size > 1000
+
+
+def test_a_curve_of_one_point_is_drawn(tmp_path):
+    plot({"tiny": (1, {"role": [{"curve": [0.9], "value": 0.0}]})}, tmp_path / "kuhn.png")
+    assert (tmp_path / "kuhn.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("given", ["--player tiny --steps 9", "--player tiny --seeds 2", "--steps 0", "--seeds 0"])
+def test_options_that_nothing_would_read_are_refused(monkeypatch, capsys, given):
+    monkeypatch.setattr("sys.argv", ["kuhn", *given.split()])
+    with pytest.raises(SystemExit):
+        main()
+    assert "--steps and --seeds" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("compare", COMPARED)
