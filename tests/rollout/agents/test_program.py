@@ -197,8 +197,8 @@ HOSTILE = {
     "writes without end": ("ask()\nwhile True: os.write(2, b'x' * (1 << 20))", "more than 16 MiB"),
     "takes all memory": ("ask(); held = bytearray(1 << 30); time.sleep(9)", "0.25 GiB of memory"),
     "forks without end": ("ask()\nwhile True:\n  try: os.fork()\n  except OSError: pass", "processes"),
-    "gives words as a reward": ("ask(); os.write(3, b'good')", "no number"),
-    "gives a long text as a reward": ("ask(); os.write(3, b'1' * 200)", "no number"),
+    "gives words as a reward": ("ask(); os.write(3, b'good')", "other than a number"),
+    "gives a long text as a reward": ("ask(); os.write(3, b'1' * 200)", "other than a number"),
     "gives nan as a reward": ("ask(); os.write(3, b'nan')", "finite number"),
     "lets a tool give the reward": (
         "ask(); subprocess.run('echo 1 >&3', shell=True, close_fds=False)",
