@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import time
 
 import pytest
 import torch
@@ -102,7 +103,8 @@ def test_products_of_int8_are_exact():
 
 @pytest.mark.parametrize("rows", [1, 5, INT_MM_ROWS, INT_MM_ROWS + 3])
 def test_the_integer_product_of_gpus_fills_rows_up(rows):
-    values, weights = (torch.randint(-127, 128, (n, 32), dtype=torch.int8) for n in (rows, 24))
+    # Weights up to 63: processors with AVX2 alone add two products in 16 bits, and (127 + 128) * 63 * 2 < 2**15.
+    values, weights = (torch.randint(-most, most + 1, (n, 32), dtype=torch.int8) for n, most in ((rows, 127), (24, 63)))
     assert torch.equal(Int8Gpu(weights, None)(values, None), (values.double() @ weights.double().T).float())
 
 
@@ -131,7 +133,7 @@ def test_a_fast_product_that_is_wrong_is_not_taken(monkeypatch):
 
 def test_onednns_product_of_int8_is_exact_where_it_is_taken():
     if fast_product("cpu", "int8") is None:
-        pytest.skip("this processor has neither AMX nor VNNI")
+        pytest.skip("no fast product of int8 on this processor")
     values, weights = (torch.randint(-127, 128, (n, 576), dtype=torch.int8) for n in (9, 64))
     assert torch.equal(Int8Onednn(weights, None)(values, None), (values.double() @ weights.double().T).float())
 
@@ -140,20 +142,17 @@ def test_onednns_product_of_int8_is_exact_where_it_is_taken():
 
 
 class Rounded(nn.Module):
-    """A linear layer of torch with the numbers that rounded weights stand for, of inputs that are rounded.
-
-    Where this processor's product of the format rounds its results to bfloat16, they are rounded here, too.
-    """
+    """A linear layer of torch with the numbers that rounded weights stand for, of inputs that are rounded."""
 
     def __init__(self, layer, name):
         super().__init__()
         self.name, self.weight, self.bias = name, restored(layer.weight.detach(), name), layer.bias
-        self.results = torch.bfloat16 if fast_product("cpu", name) is Bfloat16Onednn else torch.float32
+        self.rounds_results = fast_product("cpu", name) is Bfloat16Onednn  # some processors do
 
     def forward(self, x):
         rounded = restored(x.reshape(-1, x.shape[-1]), self.name).view(x.shape)
-        y = nn.functional.linear(rounded, self.weight).to(self.results).float()
-        return y if self.bias is None else y + self.bias
+        product = nn.functional.linear(rounded, self.weight, self.bias)
+        return product.bfloat16().float() if self.rounds_results else product
 
 
 def plain_copy(model, name):
@@ -187,7 +186,7 @@ def test_log_probs_are_those_of_a_plain_model_with_the_rounded_numbers(name, pro
     if products == "of every processor":
         monkeypatch.setattr(number_formats, "FAST", {})
     elif fast_product("cpu", name) is None:
-        pytest.skip("there is none")
+        pytest.skip("this processor has no fast product of the format")
     model = tiny.model()
     plain, prompt = plain_copy(model, name), (5, 9, 2)
     found = sampled(model, name, prompt)
@@ -306,3 +305,27 @@ def test_a_row_has_the_same_bits_among_any_others(name):
         whole = layer(x)
         for rows in (1, 2, 3, 4, 5, 17, 64):
             assert torch.equal(layer(x[-rows:]), whole[-rows:])
+
+
+class Plodding(FloatProduct):
+    """A product that is right and takes longer than any loop may."""
+
+    name = "plodding"
+
+    def __call__(self, values, scales):
+        end = time.thread_time() + 0.02
+        while time.thread_time() < end:
+            pass
+        return super().__call__(values, scales)
+
+
+class Quick(FloatProduct):
+    name = "quick"
+
+
+@pytest.mark.parametrize(("kind", "used"), [(Quick, True), (Plodding, False)])
+def test_a_product_that_takes_many_times_as_long_as_float32_is_not_used(monkeypatch, kind, used):
+    monkeypatch.setitem(number_formats.FAST, ("cpu", "int8"), (lambda: True, kind))
+    before = torch.get_rng_state()
+    assert (number_formats.fast_product("cpu", "int8") is kind) == used
+    assert torch.equal(torch.get_rng_state(), before)
