@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,7 @@ class Fault:
         says: patterns that the message contains; the server's address is looked for by itself.
         kind: class of the error or the warning.
         server: options that servers are started with.
-        settings: of the run.
+        settings: of the run; functions are called when it is made.
         before: goes wrong before the trainer is made; may return the address that the run is given.
         during: goes wrong between the first step and the second.
         servers: how many there are.
@@ -142,6 +143,10 @@ class Fault:
     model: Callable[[], Any] | None = None
     sglang: bool = False
 
+    def given(self) -> dict[str, Any]:
+        """Settings of the run, as values."""
+        return {name: value() if callable(value) else value for name, value in self.settings.items()}
+
     def meet(self, scene: Scene, others: "tuple[Fault, ...]" = ()) -> Any:
         """Let it happen, and after each further step one of the others; returns the trainer."""
         for _ in range(self.servers):
@@ -149,7 +154,7 @@ class Fault:
         urls = (self.before and self.before(scene)) or [server.url for server in scene.servers]
         during = [fault.during for fault in (self, *others) if fault.during]
         parts = {"callbacks": [BetweenSteps(scene, during)], **({"model": self.model()} if self.model else {})}
-        made = scene.trainer(urls, parts=parts, max_steps=2 + len(others), **self.settings)
+        made = scene.trainer(urls, parts=parts, max_steps=2 + len(others), **self.given())
         made.train()
         return made
 
@@ -255,13 +260,16 @@ def other_run(scene: Scene) -> None:
     server.misbehave(ANSWER, fault)
 
 
+@cache
+def group_port() -> int:
+    """Chosen when it is first needed: another program could take it while the tests before run."""
+    return free_port()
+
+
 def port_taken(scene: Scene) -> None:
     taken = scene.ending.enter_context(socket.socket())
-    taken.bind(("127.0.0.1", GROUP_PORT))
+    taken.bind(("127.0.0.1", group_port()))
     taken.listen()
-
-
-GROUP_PORT = free_port()
 
 
 def spoil(scene: Scene) -> None:
@@ -376,7 +384,7 @@ FAULTS = [
           during=other_run),
     # weights
     Fault("it refuses the weights", ENDS, (r"weights of version 1 \(bucket 1 of 1: .*\)", r"HTTP 500: bad shard"),
-          ServerError, server={"buckets": True}, settings={"vllm_group_port": GROUP_PORT},
+          ServerError, server={"buckets": True}, settings={"vllm_group_port": group_port},
           during=wrong(WEIGHTS, fake_vllm.status(500, "bad shard"), 9)),
     Fault("weights are changed on their way", ENDS, (r"version 1", r"changed on its way: its checksum is"), ServerError,
           server={"buckets": True}, during=spoil),
@@ -386,8 +394,8 @@ FAULTS = [
     Fault("the server cannot reach vllm_group_port", START, (r"join a gloo group", r"(within|longer than) \d+"),
           DeadlineExceeded, server={"buckets": True}, settings={"vllm_server_sync_timeout": 2.0},
           before=wrong("/init_weight_transfer_engine", fake_vllm.hang(), 9)),
-    Fault("vllm_group_port is taken", START, (rf"port {GROUP_PORT}", r"in use", r"vllm_group_port"),
-          server={"buckets": True}, settings={"vllm_group_port": GROUP_PORT}, before=port_taken),
+    Fault("vllm_group_port is taken", START, (r"port \d+", r"in use", r"vllm_group_port"),
+          server={"buckets": True}, settings={"vllm_group_port": group_port}, before=port_taken),
     Fault("weights as files for a server on another machine, without a shared folder", START,
           (r"on another machine", r"vllm_weight_folder"), server={"host": "127.0.0.2"}),
     Fault("the folder for weights cannot be written to, or the disk is full", START,

@@ -145,7 +145,7 @@ def test_a_lasting_fault_ends_the_run_which_can_be_resumed(scene, fault, undistu
     assert same(load_file(checkpoint / "model.safetensors"), undisturbed[1])
     if fault.what not in RESUMED:
         return
-    port = {name: value for name, value in fault.settings.items() if name == "vllm_group_port"}
+    port = {name: value for name, value in fault.given().items() if name == "vllm_group_port"}
     resumed = scene.trainer(scene.serve(**fault.server).url, **port)  # beside the one that failed
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 2
