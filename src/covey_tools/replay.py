@@ -15,6 +15,7 @@ from covey.cli.launch import launch_if_asked
 from covey.config.sampling import AgentFields, SpeculationFields
 from covey.observability.dashboard import ProgressDisplay
 from covey.observability.record_files import FOLDER, files, number_of, read_data, read_metrics, read_run
+from covey.rewards.suite import no_reward
 from covey.runtime.quiet import without_bars
 from covey.runtime.user_code import report
 from covey.trainer.checkpoint import STATE_FILE, numbered_checkpoints
@@ -150,7 +151,7 @@ def trainer_of(
     return train.build_trainer(
         changed,
         training=False,
-        reward_funcs=[_named(name) for name in described["rewards"]],
+        reward_funcs=[_named(name) for name in described["rewards"] if name != no_reward.__name__],
         train_dataset=rows_of(run, described, changed.args.generation_batch_size),
         callbacks=[StopAfter(last, None if chosen else logged)],
         **further,

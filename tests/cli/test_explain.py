@@ -393,6 +393,39 @@ class Refused(number_formats.FloatProduct):
         raise RuntimeError("there is none")
 
 
+def test_a_run_without_rewards_starts_and_its_loss_is_the_teachers(run_file, tmp_path, capsys):
+    tiny.folder(tmp_path / "policy")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1="}\n' * 8)
+    settings = {"model": tmp_path / "policy", "dataset": tmp_path / "rows.jsonl", "teacher": "start"}
+    flags = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    assert main([run_file, *flags, "--num_generations", "1", "--use_cpu", "true"]) == 0
+    text = words(capsys.readouterr().out)
+    assert "There are no rewards" in text and "`reward` is what should rise" not in text
+    assert "no_reward" not in text
+
+
+def test_a_divergence_is_part_of_the_loss():
+    both = words(explain(GRPOConfig(teacher="start", teacher_loss="divergence")))
+    assert "teacher/loss is this part alone" in both and "stays around 0" not in both
+    assert "stays around 0" in words(explain(GRPOConfig(teacher="start")))
+
+
+def test_the_weights_of_a_teacher_are_memory(tmp_path):
+    """float32 by default; in half precision half as many bytes, and none of a server."""
+    tiny.config().save_pretrained(tmp_path)
+    numbers = tiny.model().num_parameters()
+
+    def teachers(**settings):
+        run = ExplainedRun(GRPOConfig(**settings), ModelPlan(tiny.config()))
+        return run.memory.teachers, run.memory.peak
+
+    (none, alone), (whole, peak) = teachers(), teachers(teacher=str(tmp_path))
+    assert (none, whole, peak - alone) == (0, 4 * numbers, 4 * numbers)
+    assert teachers(teacher=str(tmp_path), teacher_model_init_kwargs={"dtype": "bfloat16"})[0] == 2 * numbers
+    assert teachers(teacher="http://localhost:8000")[0] == 0
+    assert teachers(teacher={"a": str(tmp_path), "b": "start"})[0] == 4 * numbers
+
+
 @pytest.mark.parametrize(
     "of_teacher, of_policy, said",
     [

@@ -52,6 +52,20 @@ def test_healthy_runs_have_no_error(name, tmp_path, repeating):
     assert [str(one) for one in found if one.level == "error"] == []
 
 
+def test_warnings_of_the_start_are_findings(tmp_path, unused):
+    """Those of settings, of the data and of arguments, each once, behind causes of poor learning."""
+    settings = {"vllm_server_port": 3, "teacher_mixup_alpha": 0.5, "teacher": "start", "reward_funcs": None}
+    path = faults.write(tmp_path, unused, rows=tiny.rows(), max_steps=1, **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = {one.code: one for one in ranked(before(path, [], 5.0, {}))}
+    evidence = found["setting-unread"].evidence + found["setting-unread"].fix
+    assert found["setting-unread"].level == "warning" and found["prompt-text"].level == "warning"
+    assert evidence.count("vllm_server_port=3") == 1 and evidence.count("teacher_mixup_alpha=0.5") == 1
+    assert "record" not in evidence  # which the doctor itself changes
+    assert "reward-failing" not in found
+
+
 def test_other_columns_are_tried_while_there_is_time():
     """18 ways to fill 3 columns with other values; each takes 20 s, and 50 are left."""
     tried, row = [], {"prompt": "", "a": "One 1", "b": "Two 2", "c": "Three 3"}

@@ -56,6 +56,21 @@ def test_an_environment_without_a_name_is_not_left_out(tmp_path, capsys):
     assert doctor(tmp_path / "run", capsys)[2]["rebuilt"] is False
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_a_run_without_rewards_lacks_none(tmp_path, capsys, named):
+    """Its teacher alone says what is learnt; without a name of a part, only the record is read."""
+    settings = {"max_steps": 1, "teacher": "follower", "num_generations": 1, "record": "tokens"}
+    train(tmp_path, parts={"reward_funcs": None}, **settings)
+    if not named:
+        path = tmp_path / "run/record/run.json"
+        described = json.loads(path.read_text())
+        path.write_text(json.dumps({**described, "parts": {**described["parts"], "unnamed": ["tools"]}}))
+    _, codes, summary = doctor(tmp_path / "run", capsys)
+    assert not {"reward-failing", "signal-sparse", "groups-small", "learning-rate-low"} & {*codes}
+    assert summary["rebuilt" if not named else "signal"] is named
+    assert summary["not_examined"]["reward-failing"] == "taught"
+
+
 def doctor(folder, capsys, seconds="6"):
     capsys.readouterr()
     with warnings.catch_warnings():

@@ -6,6 +6,7 @@ import shutil
 
 import datasets
 import pytest
+from transformers import AutoModelForCausalLM
 
 from covey.cli.main import main
 from covey_tools.replay import span
@@ -21,8 +22,6 @@ def digits(completion_ids, **kwargs):
 def run(tmp_path_factory):
     """Four steps on record, with a checkpoint after the second, of a model in a folder."""
     folder = tmp_path_factory.mktemp("run")
-    from transformers import AutoModelForCausalLM
-
     parts = {"model": AutoModelForCausalLM.from_pretrained(tiny.folder(folder / "model")), "reward_funcs": digits}
     saved = {"save_strategy": "steps", "save_steps": 2}
     trained = runs.trainer(folder / "out", parts=parts, record="tokens", max_steps=4, logging_steps=1, **saved)
@@ -39,6 +38,15 @@ def test_an_unchanged_replay_is_equal(run, tmp_path, capsys):
     assert replay(run, tmp_path) == 0
     shown = capsys.readouterr().out
     assert "4 of 4 logged steps have the same loss and grad_norm" in shown and "The weights are the same." in shown
+
+
+def test_a_run_without_rewards_is_replayed(tmp_path, capsys):
+    """A group of one completion is refused only where there are rewards."""
+    parts = {"model": AutoModelForCausalLM.from_pretrained(tiny.folder(tmp_path / "model")), "reward_funcs": None}
+    taught = {"num_generations": 1, "teacher": "follower", "logging_steps": 1}
+    runs.trainer(tmp_path / "run", parts=parts, record="tokens", max_steps=2, **taught).train()
+    assert replay(tmp_path / "run", tmp_path / "again") == 0
+    assert "2 of 2 logged steps have the same loss and grad_norm" in capsys.readouterr().out
 
 
 def test_other_weights_of_the_same_losses_are_a_difference(run, tmp_path, capsys):
@@ -85,8 +93,6 @@ def test_a_record_without_tokens_is_an_error(tmp_path, capsys):
 
 def recorded(folder, parts=None, **changes):
     """A run of two steps of the model in the folder, with its tokens on record."""
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(tiny.folder(folder / "model"))
     runs.trainer(
         folder / "out", parts={"model": model, **(parts or {})}, **{"record": "tokens", "max_steps": 2, **changes}

@@ -66,6 +66,12 @@ class RunConfig:
             return ["model", *data, *([] if rewarded else ["reward_funcs"])]
         return ["model"] if self.args.max_steps > 0 else ["model", *data]
 
+    @property
+    def rewarded(self) -> bool:
+        """False if the run names nothing that gives rewards, as a run that learns from its teacher alone."""
+        of_sources = any(one.get("reward_funcs") for one in (self.sources or {}).values() if isinstance(one, dict))
+        return bool(self.reward_funcs or of_sources or self.environment_factory or self.agent)
+
     def missing(self, *names: str) -> Iterator[Finding]:
         """An error for each of the keys `names` that the run does not set."""
         for name in names:

@@ -294,8 +294,9 @@ class Finding:
 
     def __str__(self) -> str:
         title = CODES[self.code].title
-        lines = [f"{self.level} {self.code}: {title}", f"  evidence: {self.evidence}", f"  fix: {self.fix}"]
-        return "\n".join([*lines, *([f"  proof: {self.proof}"] if self.proof else [])])
+        further = {"fix": self.fix, "proof": self.proof}
+        lines = [f"{self.level} {self.code}: {title}", f"  evidence: {self.evidence}"]
+        return "\n".join([*lines, *(f"  {name}: {text}" for name, text in further.items() if text)])
 
     @property
     def sentence(self) -> str:
@@ -348,9 +349,10 @@ class CheckWarning(UserWarning):
 def ranked(findings: Iterable[Finding]) -> list[Finding]:
     """Findings sorted by level and, within a level, causes before their consequences; one per code.
 
+    What a check of the start warned of comes after causes of poor learning.
     Fixes that their own experiment refutes are not proposed (`Finding.supported`).
     """
-    order = {code: place for place, code in enumerate(CODES)}
+    order = {code: place for place, code in enumerate([*DIAGNOSED, *CHECKED])}
     best: dict[str, Finding] = {}
     kept = [finding for one in findings if (finding := one.supported) is not None]
     for finding in sorted(kept, key=lambda one: (LEVELS.index(one.level), order[one.code])):

@@ -99,7 +99,8 @@ class MemoryEstimate:
     """
 
     weights: int  # in their type, quantised ones with scales, or the shard; adapters and what is not quantised: float32
-    reference: int  # copies for a KL penalty and teachers; 0 with adapters, which are switched off or swapped
+    # Copies of the policy for a KL penalty and teachers; 0 with adapters, which are switched off or swapped.
+    reference: int
     gradients: int  # one number per trainable parameter of the shard
     optimizer: int  # `optimizer_states(optim)` numbers per trainable parameter of the shard
     # Saved for the backward pass, T * L * ((2Q + 2K + 4I) * c + H * h), with h in `layer_bytes`; of layers that
@@ -130,6 +131,7 @@ class MemoryEstimate:
     gathered: int = 0
     copy: int = 0  # of sharded weights, all of them while the built-in engine samples
     opponents: int = 0  # copies of the policy in seats of a game; of earlier policies with adapters, the adapters
+    teachers: int = 0  # whole models that are loaded as teachers
     sent: int = 0  # on a CPU, a copy of the weights last sent to servers, for sending differences
     # Experts of the tokens of a rollout batch, with `routing_replay`: prompts once for each group, a byte or two for
     # each layer and expert of a token.
@@ -163,7 +165,8 @@ class MemoryEstimate:
 
     @property
     def resident(self) -> int:
-        return self.weights + self.reference + self.optimizer + self.opponents + self.sent + self.routes
+        kept = self.reference + self.teachers + self.opponents + self.sent + self.routes
+        return self.weights + self.optimizer + kept
 
 
 def estimate(
@@ -179,6 +182,7 @@ def estimate(
     device: str | None = None,
     device_bytes: int = 0,
     opponents: Opponents | None = None,
+    teachers: int = 0,
 ) -> MemoryEstimate:
     """Estimate the memory of a run.
 
@@ -195,10 +199,22 @@ def estimate(
         device_bytes: memory that the process can get, up to which micro-batches grow (on a GPU) and layers keep their
             activations; 0: unknown.
         opponents: copies of the policy that play seats of a game.
+        teachers: bytes of models that are loaded as teachers.
     """
     spread, images, device = spread or ShardCounts(), images or Images(), device or args.device.type
     counts = counts or count_parameters(config, peft, quantization, args.frozen_parts())
-    given = (config, args, prompt_tokens, images, peft is None, counts, spread, device, opponents or Opponents())
+    given = (
+        config,
+        args,
+        prompt_tokens,
+        images,
+        peft is None,
+        counts,
+        spread,
+        device,
+        opponents or Opponents(),
+        teachers,
+    )
     found = _estimate(*given)
     shared = args.use_vllm and args.vllm_mode == "colocate"  # vLLM takes what the trainer leaves
     if device not in FILLED or not device_bytes or shared or sees_images(config) or spread.gradients > 1:
@@ -243,6 +259,7 @@ def _estimate(
     spread: ShardCounts,
     device: str,
     opponents: Opponents,
+    teachers: int,
     room: int = 0,
     keeps: ActivationRoom | None = None,
 ) -> MemoryEstimate:
@@ -254,9 +271,9 @@ def _estimate(
     tokens, count = largest_micro_batch(args, prompt, completion, device, padded=vision, room=room)
     rollouts = tokens // (prompt + completion)
     shown = rollouts if args.torch_compile else -(-rollouts // args.num_generations)
-    trainable, unquantised = counts.trainable, counts.parameters - counts.quantised.numbers
+    trainable = counts.trainable
     stored, computed, updated, sharded, *_ = precision
-    weights = (unquantised * stored + counts.quantised.size + trainable * (updated - stored)) // spread.weights
+    weights = (weight_bytes(counts, stored) + trainable * (updated - stored)) // spread.weights
     head, late = (0, 0) if sharded else _vocabulary_gradients(text, counts, updated, count, whole, device)
     chunk = min(tokens, args.logprob_chunk_size) * text.vocab_size * 4
     shared = args.num_generations if args.attn_layout in ("auto", "shared_prefix") and not vision else 1
@@ -289,6 +306,7 @@ def _estimate(
         gathered=(outer + 2 * layer + (outer + layer) * whole) * computed,
         copy=counts.parameters * computed if sharded and args.ds3_gather_for_generation else 0,
         opponents=opponents.frozen * weights + opponents.past * (weights if whole else trainable * updated),
+        teachers=teachers,
         sent=counts.parameters * stored if device == "cpu" and _keeps_sent(args, whole) else 0,
         routes=_route_bytes(args, text, prompt, completion),
         micro_batches=count,
@@ -304,8 +322,16 @@ def _estimate(
     return replace(sampled, kv_cache=0, packed=0, copy=0) if args.samples_elsewhere else sampled
 
 
-def estimate_of(args: Any, model: Any, opponents: Opponents | None = None) -> MemoryEstimate:
-    """Estimate the memory of a run with the parameters of its loaded model, in the dtype that they have."""
+def weight_bytes(counts: ModelSpec, stored: int) -> int:
+    """Bytes of a model's weights: of `stored` bytes each, and of quantised ones with their scales."""
+    return (counts.parameters - counts.quantised.numbers) * stored + counts.quantised.size
+
+
+def estimate_of(args: Any, model: Any, opponents: Opponents | None = None, teachers: int = 0) -> MemoryEstimate:
+    """Estimate the memory of a run with the parameters of its loaded model, in the dtype that they have.
+
+    `teachers` are bytes of models that have been loaded as teachers.
+    """
     base = base_model(model)
     if not getattr(base, "is_quantized", False):  # quantised weights are counted as float32
         args = copy.copy(args)
@@ -315,7 +341,9 @@ def estimate_of(args: Any, model: Any, opponents: Opponents | None = None) -> Me
     adapter: dict[str, Any] | None = {} if has_adapter(model) else None
     loaded = sum(p.numel() * p.element_size() for p in model.parameters()) if args.device.type == "cpu" else 0
     available = available_bytes(args) + loaded
-    return estimate(base.config, args, peft=adapter, counts=counts, device_bytes=available, opponents=opponents)
+    return estimate(
+        base.config, args, peft=adapter, counts=counts, device_bytes=available, opponents=opponents, teachers=teachers
+    )
 
 
 def available_bytes(args: Any) -> int:

@@ -739,7 +739,8 @@ def add_callbacks(trainer: "OnlineTrainer", given: Sequence[Any]) -> None:
         trainer.add_callback(trainer.recorder)
     if trainer.is_world_process_zero():
         record = None if trainer.recorder is None else trainer.recorder.folder
-        planned = None if trainer.sharding.gradients else planned_bytes(args, trainer.policy, trainer.run.opponents)
+        of_others = trainer.run.opponents, trainer.run.teacher_bytes
+        planned = None if trainer.sharding.gradients else planned_bytes(args, trainer.policy, *of_others)
         trainer.add_callback(FirstStep(planned, args.device, display.tell, record))
         if CHOSEN.late and args.device.type == "cpu" and torch.get_num_threads() > 1:
             trainer.add_callback(OtherPrograms(CHOSEN))

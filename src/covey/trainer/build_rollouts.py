@@ -406,7 +406,7 @@ def reward_plan(
         added += [EnvironmentReward(source.name, number) for number, source in enumerate(player.sources)]
     if not added:
         routes = None if sources is None or not every else _routes(every, sources, len(every))
-        return RewardPlan(functions, weights, processing_classes, routes)
+        return RewardPlan(functions if every else None, weights, processing_classes, routes)
     if weights is not None and len(weights) == len(every):
         weights = [*weights, *(1.0 for _ in added)]
     if processing_classes is not None:

@@ -226,7 +226,7 @@ def _memory_plan(run: Run) -> MemoryEstimate | None:
     if run.device.type != "cuda" and not may_keep(run.args):
         return None
     try:
-        return estimate_of(run.args, run.policy, run.opponents)
+        return estimate_of(run.args, run.policy, run.opponents, run.teacher_bytes)
     except (AttributeError, TypeError, ValueError) as error:
         if run.device.type == "cuda":
             warnings.warn(

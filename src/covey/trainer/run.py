@@ -85,6 +85,7 @@ class Run:
     phases: PhaseTimer
     sources: Sources | None = None  # of training prompts; None: one dataset
     opponents: Opponents | None = None  # copies of the policy that it plays against, for plans of memory
+    teacher_bytes: int = 0  # of models that are loaded as teachers, for plans of memory
 
     def masks_truncated(self, source: str) -> bool:
         """True where nothing is learned from truncated completions of a source."""
@@ -113,6 +114,7 @@ def make_run(
     state: Callable[[], TrainerState],
     sources: Sources | None = None,
     opponents: Opponents | None = None,
+    teacher_bytes: int = 0,
 ) -> Run:
     """A run with services of its own."""
     rank, size = accelerator.process_index, accelerator.num_processes
@@ -138,4 +140,5 @@ def make_run(
         phases=PhaseTimer(notice=notice, span=timeline.phase),
         sources=sources,
         opponents=opponents,
+        teacher_bytes=teacher_bytes,
     )

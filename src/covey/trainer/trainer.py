@@ -44,7 +44,7 @@ from covey.trainer.checks import (
     determine_best_metric,
     foreign_loader,
 )
-from covey.trainer.distributed.sharding import ready_to_evaluate, ready_to_train, shard_on_cpu
+from covey.trainer.distributed.sharding import ready_to_evaluate, ready_to_train, shard_on_cpu, sharding_of
 from covey.trainer.distributed.stopping import Finished, StopAtStep, set_random_state
 from covey.trainer.engine_check.parity import EngineCheck, corrected
 from covey.trainer.engines.rounding import choose_rounding, first_prompts
@@ -63,6 +63,7 @@ from covey.trainer.prepare import build_parts, read_arguments
 from covey.trainer.resuming import describe_run
 from covey.trainer.rollout_phase import RolloutPhase
 from covey.trainer.run import Method, make_run
+from covey.trainer.teacher_weights import planned_teacher_bytes
 from covey.trainer.unread import check_callbacks, check_unread
 from covey.trainer.update_phase import UpdatePhase
 
@@ -191,8 +192,9 @@ class OnlineTrainer(TrainingLoop):
             reuse_freed_memory()
         show_own_warnings_plainly()
         method, policy = Method(args, self.make_algorithm, given.by_source), unwrapped(self.model)
-        parts_of_run = method, policy, self.accelerator, lambda: self.state, given.sources, given.opponents
-        self.run = run = make_run(args, *parts_of_run)
+        shards = self.accelerator.num_processes if sharding_of(self.accelerator).weights else 1
+        copies = given.opponents, planned_teacher_bytes(args, policy, shards, self.teacher_model)
+        self.run = run = make_run(args, method, policy, self.accelerator, lambda: self.state, given.sources, *copies)
         self.sharding, self.collectives = run.sharding, run.collectives
         self.metrics, self.timeline = run.metrics, run.timeline
         self.scorer = build.build_scorer(args, tokenizer, self.accelerator, vision)

@@ -7,7 +7,9 @@ examined, and 2 if nothing can be examined. A run's folder is read and not writt
 import json
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from covey.cli.explain.figures import fit
 from covey.cli.explain.run import ExplainedRun, model_plan
 from covey.cli.run_file import take_config
 from covey.cli.train import build_trainer, read_run
-from covey.core.findings import CheckError, Finding, ranked
+from covey.core.findings import CheckError, CheckWarning, Finding, ranked
 from covey.observability.dashboard import duration
 from covey.observability.findings import write_findings
 from covey.observability.record_files import FINDINGS, FOLDER
@@ -96,12 +98,22 @@ STAGES: tuple[dict[Check, tuple[str, ...]], ...] = (
 )
 """Checks with the codes that they can find, in the order of causes: an error of one stage explains the next ones'."""
 
+OF_REWARDS: tuple[Check, ...] = (
+    *(reward_calls.failing, reward_calls.order, reward_calls.slow, data.order, columns.columns),
+    *(reward_values.sign, reward_differences.flat, reward_values.scale, reward_values.small),
+    *(reward_values.length, reward_values.signal),
+    *(learning.kl_scale, learning.bonus_scale, learning.decay, learning.learning_rate),
+)
+"""Checks of rewards, and of updates by their advantages: a run that only a teacher teaches has neither."""
+
 ENOUGH = 4  # prompts without a signal that say something of a run
 REASONS = {
     "time": "no time was left: give more by --seconds",
     "part": "a part of the run cannot be made again",
     "kind": "where tools or an environment decide on the reward, other texts tell nothing of it",
+    "taught": "there are no rewards: the policy learns from its teacher alone",
 }
+OF_THE_RUN = ("kind", "taught")  # reasons that lie in what the run is: it is examined completely all the same
 UNTOUCHED = ("--report_to", "none", "--record", "off", "--push_to_hub", "false")  # a run leaves nothing behind
 
 
@@ -122,7 +134,7 @@ def main(argv: Sequence[str]) -> int:
         findings = ranked(before(given.run, flags, given.seconds, summary))
     findings = with_signal(findings, summary)
     grave = any(one.level == "error" for one in findings)
-    missing = {reason for reason in summary.get("not_examined", {}).values() if reason != "kind"}
+    missing = {reason for reason in summary.get("not_examined", {}).values() if reason not in OF_THE_RUN}
     summary["verdict"] = "errors" if grave else "incomplete" if missing else "examined"
     if given.json:
         print(json.dumps({"run": given.run, "findings": [one.as_dict() for one in findings], "summary": summary}))
@@ -136,20 +148,25 @@ def before(path: str, flags: list[str], seconds: float, summary: dict[str, Any])
     began = time.perf_counter()
     path_of_config, settings = take_config([path, *flags])
     with tempfile.TemporaryDirectory(prefix="covey-doctor-") as place, quiet():
-        own = (*UNTOUCHED, "--output_dir", place)
+        own, said = (*UNTOUCHED, "--output_dir", place), list[warnings.WarningMessage]()
+        with _kept(said):
+            read_run(path_of_config, settings, None)  # with what the doctor changes, there would be other warnings
         run = read_run(path_of_config, [*settings, *own], None)
         found = list(fit(ExplainedRun(run.args, model_plan(run, 1, (512, 512)))))
         yield from found
         if any(one.level == "error" for one in found):
             return
         try:
-            trainer = build_trainer(run)
+            with _kept(said):
+                trainer = build_trainer(run)
         except Exception as error:
             explained = refusal(error, run)
             if not explained:
                 raise
             yield from explained
             return
+        finally:
+            yield from of_checks(said)
         left = max(seconds - (time.perf_counter() - began), seconds / 10)  # of what loading has left
         sets = sets_of(trainer.eval_dataset)
         examined = ExaminedRun(trainer, trainer.train_dataset, left, summary, evaluations=sets)
@@ -157,6 +174,24 @@ def before(path: str, flags: list[str], seconds: float, summary: dict[str, Any])
             yield from staged(examined)
         finally:
             trainer.rollouts.close()
+
+
+@contextmanager
+def _kept(said: list[warnings.WarningMessage]) -> Iterator[None]:
+    """Keep the warnings that are given within, also those before an error."""
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        try:
+            yield
+        finally:
+            said += caught
+
+
+def of_checks(said: Sequence[warnings.WarningMessage]) -> Iterator[Finding]:
+    """Findings that the checks of a start warned of, one for each code."""
+    given = dict.fromkeys(one.message.finding for one in said if isinstance(one.message, CheckWarning))
+    for code in dict.fromkeys(one.code for one in given):
+        *others, last = (one for one in given if one.code == code)
+        yield replace(last, evidence=" ".join([*(one.sentence for one in others), last.evidence]))
 
 
 def refusal(error: BaseException, run: RunConfig) -> list[Finding]:
@@ -199,6 +234,9 @@ def staged(run: ExaminedRun, stages: int | None = None) -> Iterator[Finding]:
     found: dict[str, str] = {}  # levels by code
     for stage in STAGES[:stages]:
         for check, codes in stage.items():
+            if run.suite.abstains and check in OF_REWARDS:
+                run.leave_out("taught", *codes)
+                continue
             if run.left < 0 and check not in (reward_calls.failing, reward_calls.slow):  # which say why time has passed
                 run.leave_out("time", *codes)
                 continue
@@ -208,7 +246,7 @@ def staged(run: ExaminedRun, stages: int | None = None) -> Iterator[Finding]:
                     yield supported
         if "error" in found.values():
             break
-    if "reward-order" not in found:
+    if "reward-order" not in found and not run.suite.abstains:
         yield from reward_calls.remembered(run)
     if "error" in found.values():
         return
@@ -241,11 +279,14 @@ def printable_report(findings: list[Finding], summary: dict[str, Any]) -> str:
         whole = summary.get("verdict", "examined") == "examined"
         lines = [healthy if whole else "Nothing found in what could be examined."]
     if summary.get("completions"):
-        expected = summary["groups_with_signal_expected"]
+        expected, of_rewards = summary["groups_with_signal_expected"], ""
+        if expected is not None:
+            of_rewards = (
+                f"mean reward {summary['reward']}, {expected:.0%} of the groups are expected to have a signal, "
+            )
         lines.append(
-            f"Examined {summary['completions']} completions of {summary['prompts']} prompts: mean reward"
-            f" {summary['reward']}, {expected:.0%} of the groups are expected to have a signal, {summary['cut']:.0%} of"
-            " the completions are cut."
+            f"Examined {summary['completions']} completions of {summary['prompts']} prompts: {of_rewards}"
+            f"{summary['cut']:.0%} of the completions are cut."
         )
     for reason, text in REASONS.items():
         if codes := [code for code, why in not_examined.items() if why == reason]:

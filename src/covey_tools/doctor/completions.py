@@ -91,19 +91,21 @@ class Experiment:
         if level is None:
             return None
         many, few = len(base.present), len(batch.present)
-        reward = f"the mean reward is {batch.mean:.3g} instead of {base.mean:.3g}"
-        if not self.worth:
-            reward = f"the mean reward is the same but for chance ({batch.mean:.3g}, {base.mean:.3g} without)"
+        reward = f", and the mean reward is {batch.mean:.3g} instead of {base.mean:.3g}"
+        if run.suite.abstains:
+            reward = ""
+        elif not self.worth:
+            reward = f", and the mean reward is the same but for chance ({batch.mean:.3g}, {base.mean:.3g} without)"
         proof = (
             f"{self.change} {round((1 - batch.cut) * few)} of {few} samples end by themselves instead of"
-            f" {round((1 - base.cut) * many)} of {many}, and {reward}."
+            f" {round((1 - base.cut) * many)} of {many}{reward}."
         )
-        return Finding(self.code, level, self.evidence, self.fix, proof, self.effect, self.otherwise)
+        return Finding(self.code, level, self.evidence, self.fix, proof, self.effect(run), self.otherwise)
 
-    @property
-    def effect(self) -> Effect | None:
+    def effect(self, run: ExaminedRun) -> Effect | None:
         """On the reward; where chance explains that, on the share that is cut. None: prompts alone are the proof."""
-        if self.worth or (self.code == "completions-cut" and not self.masked):
+        of_reward = self.code == "completions-cut" and not (self.masked or run.suite.abstains)
+        if self.worth or of_reward:
             return Effect(0.0, self.worth)
         if self.certain and self.ended <= 0:
             return None

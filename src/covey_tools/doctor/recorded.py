@@ -44,6 +44,7 @@ from covey.observability.record_files import (
     read_run,
 )
 from covey.rewards.functions import FunctionReward
+from covey.rewards.suite import no_reward
 from covey.runtime.definitions import script_of_run
 from covey.runtime.user_code import parameters_of
 from covey_tools.doctor import course, data, reward_values
@@ -65,6 +66,7 @@ ALONE = (
 )
 """Causes that are found without experiments."""
 OF_THE_COURSE = ("collapse", "reward-lost")
+OF_REWARDS = ("reward-failing", "signal-sparse", "groups-small", "reward-scale")
 SLOW_TO_LEARN = (
     *("signal-sparse", "groups-small", "learning-rate-low", "reward-unreachable", "reward-saturated", "kl-scale"),
     *("temperature-low", "completions-cut", "reward-order"),
@@ -307,6 +309,7 @@ class PastRun:
         self.traits = EngineTraits(**described["engine"])
         first = self._rows(self.rollout_batches[0])
         self.names = [name.removeprefix(REWARD) for name in first[0] if name.startswith(REWARD)]
+        self.abstains = self.names == [no_reward.__name__]
         self.tokens = "token_ids" in first[0] and not any(row["images"] for row in first)
         self.config = config_of(parts_of_record(described)["method"])
         self.size = int(self.args.num_generations or 8)
@@ -418,7 +421,7 @@ def alone(read: PastRun, summary: dict[str, Any]) -> Iterator[Finding]:
     if not loaded:
         return
     base = read.together(list(islice(loaded, FIRST)))
-    suite = SimpleNamespace(names=read.names)
+    suite = SimpleNamespace(names=read.names, abstains=read.abstains)
     rows, parts = read.data, parts_of_record(read.described)
     played = any(parts.get(name) for name in ("environment_factory", "rollout_func", "agent", "unnamed"))
     run: Any = SimpleNamespace(base=base, args=read.args, suite=suite, group=read.size)
@@ -426,7 +429,9 @@ def alone(read: PastRun, summary: dict[str, Any]) -> Iterator[Finding]:
     summary.update(reward_values.summary_of(run))
     errors = sum(one.finish is FinishReason.ERROR for one in base.rollouts)
     missing = int(base.unscored.sum()) - errors
-    if missing > len(base.present) / 2:
+    if read.abstains:
+        summary.setdefault("not_examined", {}).update(dict.fromkeys(OF_REWARDS, "taught"))
+    elif missing > len(base.present) / 2:
         evidence = f"no function gave a reward for {missing} of {len(base.present)} completions."
         yield Finding("reward-failing", "error", evidence, "Let one return a number for every row.")
     elif not base.spread.any() and not any(point.signal for point in read.points):
@@ -440,7 +445,7 @@ def alone(read: PastRun, summary: dict[str, Any]) -> Iterator[Finding]:
             " easier prompts, or a reward that grades parts of an answer, give a signal.",
             f"All {len(read.points)} rollout batches that were read are so.",
         )
-    yield from reward_values.scale(run)
-    yield from reward_values.signal(run)
+    for check in (reward_values.scale, reward_values.signal) if not read.abstains else ():
+        yield from check(run)
     for check in (data.empty, data.contradicting, data.repeated, data.answer_in_prompt):
         yield from check(run)

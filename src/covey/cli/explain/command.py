@@ -43,6 +43,7 @@ def main(argv: list[str]) -> int:
         start=start,
         evaluations=evaluation_sets(run.eval_dataset),
         seats=[seat for given in (run.seats, run.eval_seats) if isinstance(given, dict) for seat in given.values()],
+        rewarded=run.rewarded or run.args.teacher is None,
     )
     text = explain(explained)
     print(f"{run.method.upper()} of {run.model or 'a model yet to be named'}\n")

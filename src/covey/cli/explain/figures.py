@@ -32,6 +32,7 @@ def memory(run: ExplainedRun) -> Iterator[str]:
     parts |= {"activations": m.activations, "logits": m.logits + m.head_gradient + m.late_gradient}
     others = {"encoder": m.encoder, "gaps between": m.gaps, "weights' casts": m.casts, "unpacked weight": m.unpacked}
     others |= {"gathered layers": m.gathered, "gathered copy": m.copy, "opponents": m.opponents}
+    others |= {"teachers": m.teachers}
     others |= {"weights as sent": m.sent, "routes": m.routes}
     parts |= {name: size for name, size in others.items() if size}
     if not args.samples_elsewhere:
@@ -160,6 +161,7 @@ def _largest_part(m: MemoryEstimate, checkpointing: bool) -> str:
         (m.optimizer, "optimizer", "peft, or an 8-bit optim"),
         (m.weights, "weights", weights),
         (m.reference, "reference model", "beta=0 or peft"),
+        (m.teachers, "teachers", "teacher_model_init_kwargs with a dtype or quantization_config, or a server"),
         (m.gradients, "gradients", "peft"),
     )
     _, name, advice = max(parts, key=lambda part: part[0])

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -43,6 +43,7 @@ from covey.sizing.vllm_memory import EngineMemory, engine_memory
 from covey.trainer.build_rollouts import plays_functions
 from covey.trainer.checks import check_evaluations
 from covey.trainer.prepare import Arguments, build_parts, read_arguments
+from covey.trainer.teacher_weights import PolicyWeights, teacher_bytes
 
 MOST_ROWS = 1000  # whose prompts are counted, evenly over the data set
 SHOWN_LINES = 12  # of the first prompt
@@ -125,6 +126,7 @@ class ExplainedRun:
     start: Start | None = None
     evaluations: Mapping[str, Any] = field(default_factory=dict)  # by name: settings of a suite, or a plain data set
     seats: Sequence[Any] = ()  # of games and of evaluations, as the run names them
+    rewarded: bool = True  # False: a teacher alone decides what is learnt
 
     @cached_property
     def algebra(self) -> BatchAlgebra:
@@ -139,6 +141,12 @@ class ExplainedRun:
         """Type of device that the run is planned for: of another machine if one is named."""
         named = self.args.planned.gpu or (self.cluster is not None and self.cluster.machine is not None)
         return "cuda" if named else self.args.device.type
+
+    @property
+    def policy_weights(self) -> PolicyWeights:
+        eight_bits = bool(getattr(self.model.quantization, "load_in_8bit", False))
+        shards = self.cluster.spread.weights if self.cluster else 1
+        return PolicyWeights(self.model.config, self.model.peft, eight_bits, shards)
 
     @cached_property
     def memory(self) -> MemoryEstimate | None:
@@ -159,7 +167,13 @@ class ExplainedRun:
             device=self.device,
             device_bytes=available,
             opponents=Opponents.of(self.seats, self.args.opponents_kept),
+            teachers=self._teacher_bytes(),
         )
+
+    def _teacher_bytes(self) -> int:
+        with suppress(ValueError, TypeError):  # of settings that the section about the start reports
+            return teacher_bytes(self.args, self.policy_weights)
+        return 0
 
     @property
     def engine(self) -> EngineMemory | None:
@@ -387,6 +401,9 @@ def prompt_lines(codec: PromptCodec, dataset: Any, max_completion_length: int | 
 
 def reward_lines(suite: RewardSuite, collector: Collector | None, row: dict[str, Any]) -> Iterator[str]:
     """A table of the rewards of an empty completion and of the row's solution; `RewardError` if both fail."""
+    if suite.abstains:
+        yield "None: the policy learns from its teacher alone."
+        return
     if (collector and plays_functions(collector.spec)) or row.get("prompt") is None:
         return  # completions have arguments of the user's own, or prompts are an environment's
     column, tried = _solution_column(suite, row), []

@@ -9,15 +9,14 @@ from covey.cli.explain.run import ExplainedRun
 from covey.config.base import OnlineConfig
 from covey.config.engines import SERVER_FORMATS
 from covey.config.objective import BUILT_IN, CLIPPED, OVER_TOKENS
-from covey.config.teacher_sources import is_loaded, is_server
+from covey.config.teacher_sources import is_server
 from covey.core.distillation import WHOLE_VOCABULARY
 from covey.engines.native.number_formats import FORMATS, fast_product
 from covey.engines.servers.pool_file import PoolFile
-from covey.policy.stored_adapters import changes_base, stored_adapter
 from covey.runtime.waiting import CHOSEN
 from covey.sizing.memory import ASSUMED_PROMPT_TOKENS
-from covey.trainer.build import shares_base, teacher_kwargs
 from covey.trainer.engines.rounding import AUTO, LARGEST_DIFFERENCE, LEAST_GAIN, why_slow
+from covey.trainer.teacher_weights import weights_of_teachers
 
 
 def count(number: int, noun: str) -> str:
@@ -207,23 +206,12 @@ def _staleness(run: ExplainedRun) -> Iterator[str]:
 
 
 def loss(run: ExplainedRun) -> Iterator[str]:
-    a, args = run.algebra, run.args
-    yield _values_of_loss(run)
-    yield "So a loss that stays around 0 and does not fall is normal here; `reward` is what should rise."
-    if not a.on_policy:
-        yield "Within a rollout batch the loss falls below 0 as the policy moves towards the better completions."
-    if args.beta and not args.penalises_reward:
-        yield f"The KL term adds {args.beta:g} * kl, so over time the loss rises slowly."
-    if args.method == "grpo" and args.scale_rewards == "group" and a.num_generations == 2:
-        yield """With groups of 2 scaled by their own standard deviation, advantages are always +0.71 and -0.71 (or 0 on
-        a tie), however far apart the rewards are. scale_rewards=none keeps the distance."""
-    if args.compare != "group":
-        yield from _comparison(args.compare, args.role_decay)
-    if args.advantages == "reinforce_plus_plus":
-        yield "The baseline is the whole batch, so a group whose rewards are all equal teaches too."
-    elif args.compare != "role_average":  # which has no groups
-        yield """A group whose rewards are all equal has advantages of 0 and teaches nothing; frac_reward_zero_std is
-        the fraction of such groups. Near 1, the task is too hard, too easy, or the reward too coarse."""
+    args = run.args
+    if run.rewarded:
+        yield from _of_rewards(run)
+    else:
+        yield """There are no rewards: every advantage is 0, and the policy learns from its teacher alone. teacher/kl is
+        what should fall."""
     if args.beta == 0:
         yield "beta=0: no KL penalty, no reference model in memory, no kl metric."
     else:
@@ -245,6 +233,31 @@ def loss(run: ExplainedRun) -> Iterator[str]:
         completions/clipped_ratio is their fraction. mask_truncated_completions leaves them out."""
     if args.entropy_coef or args.use_adaptive_entropy:
         yield "The entropy bonus is subtracted from the loss; policy_loss is without it."
+
+
+def _of_rewards(run: ExplainedRun) -> Iterator[str]:
+    """The values of the loss, and the completions that a completion is compared with."""
+    a, args = run.algebra, run.args
+    yield _values_of_loss(run)
+    if args.teachers and args.teacher_loss == "divergence" and args.teacher_coef:
+        yield """The divergence from the teacher is added to it, so the loss is above 0 and falls as the policy
+        approaches the teacher. teacher/loss is this part alone."""
+    else:
+        yield "So a loss that stays around 0 and does not fall is normal here; `reward` is what should rise."
+    if not a.on_policy:
+        yield "Within a rollout batch the loss falls below 0 as the policy moves towards the better completions."
+    if args.beta and not args.penalises_reward:
+        yield f"The KL term adds {args.beta:g} * kl, so over time the loss rises slowly."
+    if args.method == "grpo" and args.scale_rewards == "group" and a.num_generations == 2:
+        yield """With groups of 2 scaled by their own standard deviation, advantages are always +0.71 and -0.71 (or 0 on
+        a tie), however far apart the rewards are. scale_rewards=none keeps the distance."""
+    if args.compare != "group":
+        yield from _comparison(args.compare, args.role_decay)
+    if args.advantages == "reinforce_plus_plus":
+        yield "The baseline is the whole batch, so a group whose rewards are all equal teaches too."
+    elif args.compare != "role_average":  # which has no groups
+        yield """A group whose rewards are all equal has advantages of 0 and teaches nothing; frac_reward_zero_std is
+        the fraction of such groups. Near 1, the task is too hard, too easy, or the reward too coarse."""
 
 
 def _supervised(args: OnlineConfig) -> Iterator[str]:
@@ -303,7 +316,7 @@ def _teachers(run: ExplainedRun) -> Iterator[str]:
     copies = [source for source in kinds.values() if source in ("start", "follower")]
     adapter = run.model.peft is not None
     whole = "the adapter's weights" if adapter else "a copy of the policy's weights"
-    memory = [_weights_of_teacher(run, source) for source in kinds.values() if is_loaded(source)]
+    memory = [one.said for one in weights_of_teachers(args, run.policy_weights)]
     memory += [
         "none for 'start' with a new adapter" if adapter and source == "start" else f"{whole} for {source!r}"
         for source in copies
@@ -317,21 +330,6 @@ def _teachers(run: ExplainedRun) -> Iterator[str]:
         rollout batch (phase/teacher), and memory: {", ".join(memory) or "none"}."""
     for source in filter(is_server, kinds.values()):
         yield from _served_teacher(args, source)
-
-
-def _weights_of_teacher(run: ExplainedRun, source: str) -> str:
-    adapter, peft = stored_adapter(source, teacher_kwargs(run.args)), run.model.peft
-    if adapter is None:
-        return f"the weights of {source}"
-    if adapter.changes_weights:
-        return f"the adapter {source} and its own base {adapter.base}, whose weights it changes"
-    if peft is None or not shares_base(run.args, adapter, run.model.config):
-        return f"the adapter {source} and its base {adapter.base}"
-    if changes_base(peft):
-        return f"the adapter {source} and its base {adapter.base}, since the policy's adapter changes the policy's own"
-    if getattr(run.model.quantization, "load_in_8bit", False):
-        return f"the adapter {source} and its base {adapter.base}, since a base in 8 bits is not shared"
-    return f"the adapter {source}, whose base is the policy's (where weights are sharded, a base of its own)"
 
 
 def _served_teacher(args: OnlineConfig, source: str) -> Iterator[str]:

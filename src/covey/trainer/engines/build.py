@@ -36,7 +36,7 @@ def build_engine(
     if args.replay_from is None and args.use_vllm:
         from covey.trainer.engines.colocated import build_colocated
 
-        return build_colocated(args, model, tokenizer, accelerator, policy, vision, run.opponents)
+        return build_colocated(args, model, tokenizer, accelerator, policy, vision, run.opponents, run.teacher_bytes)
     common: dict[str, Any] = {
         "eos_token_ids": end_token_ids(model, tokenizer),
         "max_sequences": args.max_concurrent_completions,

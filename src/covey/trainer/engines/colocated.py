@@ -41,6 +41,7 @@ def build_colocated(
     policy: Callable[[], Any],
     vision: Vision | None,
     opponents: memory.Opponents | None = None,
+    teachers: int = 0,
 ) -> VllmColocateEngine:
     """Start vLLM in this process, asleep or without weights until the first update. `vision` expands its images."""
     size, processes = args.vllm_tensor_parallel_size, accelerator.num_processes
@@ -59,7 +60,7 @@ def build_colocated(
     (tokenizer if vision is None else vision.processor).save_pretrained(folder.name)
     arguments = {
         **engine_arguments(args, model, folder.name, accelerator),
-        **memory_arguments(args, model, accelerator.device, opponents),
+        **memory_arguments(args, model, accelerator.device, opponents, teachers),
         **adapter_arguments(args, model),
         **(args.vllm_engine_kwargs or {}),  # type: ignore[dict-item] # a config parses JSON
         "enable_sleep_mode": sleeping,
@@ -124,7 +125,7 @@ def adapter_arguments(args: OnlineConfig, model: Any) -> dict[str, Any]:
 
 
 def memory_arguments(
-    args: OnlineConfig, model: Any, device: torch.device, opponents: memory.Opponents | None
+    args: OnlineConfig, model: Any, device: torch.device, opponents: memory.Opponents | None, teachers: int = 0
 ) -> dict[str, Any]:
     """Memory of vLLM: a share of a GPU, or a cache of fixed size on a CPU."""
     on_cpu, share = device.type == "cpu", args.vllm_gpu_memory_utilization
@@ -133,7 +134,7 @@ def memory_arguments(
     if not on_cpu and share != "auto":
         return {"gpu_memory_utilization": share}
     # as `covey explain` does, with the parameters of the loaded model
-    estimate = memory.estimate_of(args, model, opponents)
+    estimate = memory.estimate_of(args, model, opponents, teachers)
     engine = vllm_memory.engine_memory(estimate, base_model(model).config, args)
     if on_cpu:
         return {"kv_cache_memory_bytes": vllm_memory.cpu_cache_bytes(engine, available_memory())}

@@ -19,10 +19,10 @@ from covey.runtime.waiting import CoreUse, Waiting, cores, used_by_others
 from covey.sizing.memory import Opponents, estimate_of, readable
 
 
-def planned_bytes(args: Any, policy: Any, opponents: Opponents | None) -> int | None:
+def planned_bytes(args: Any, policy: Any, opponents: Opponents | None, teachers: int = 0) -> int | None:
     """Peak of memory by the formulas of `covey.sizing`; None for a model that they do not know."""
     with suppress(AttributeError, TypeError, ValueError):
-        return estimate_of(args, policy, opponents).peak
+        return estimate_of(args, policy, opponents, teachers).peak
     return None
 
 
