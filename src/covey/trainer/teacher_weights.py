@@ -30,7 +30,7 @@ class TeacherWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class PolicyWeights:
-    """What decides whether teachers share weights with the policy."""
+    """Facts about the policy that decide whether teachers share its weights."""
 
     config: Any  # of its base model; None: unknown
     peft: Mapping[str, Any] | None  # settings of its adapter; None: all weights are trained
