@@ -9,8 +9,8 @@
 The recipe asks for sums of two numbers from 0 to 100, with an example before them, in at most 5 tokens. Its prompts
 depend on the number of the step alone, so that all runs of both ways get the same 24 times 8 sums, which do not repeat;
 seeds are those of the adapters and samples. *Before* are the samples of the first six steps and *after* those of the
-last six, 48 sums with 8 samples each, with 95% intervals over sums. `make test-tinker` makes the environment of the
-client. Results are appended to `benchmarks/tinker.jsonl`; what is there is not measured again.
+last six, 48 sums with `--group-size` samples each, with 95% intervals over sums. `make test-tinker` makes the
+environment of the client. Results are appended to `benchmarks/tinker.jsonl`; what is there is not measured again.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from benchmarks.records import Records
 from covey.core.estimates import interval_of_mean, interval_of_share
 
 ROOT = Path(__file__).resolve().parents[1]
-STEPS, PROMPTS, GROUP, MAX_TOKENS, RANK, RATE = 24, 8, 8, 5, 16, 3e-4
+STEPS, PROMPTS, MAX_TOKENS, RANK, RATE = 24, 8, 5, 16, 3e-4
 """Of the arithmetic runs."""
 WINDOW = 6  # steps whose samples are counted together
 WAYS = {"recipe": "the recipe", "grpo": "`GRPOTrainer`"}
@@ -43,7 +43,7 @@ ALPHA = 32  # scale of an adapter times its rank, as the server has it
 # ---- learning --------------------------------------------------------------------------------------------------------
 
 
-def recipe(model: str, python: str, seed: int, folder: Path) -> dict[str, Any]:
+def recipe(model: str, python: str, seed: int, group: int, folder: Path) -> dict[str, Any]:
     """Run the cookbook's recipe with a server of its own; the share of right samples for each sum of each step."""
     folder.mkdir(parents=True, exist_ok=True)
     flags = {
@@ -52,7 +52,7 @@ def recipe(model: str, python: str, seed: int, folder: Path) -> dict[str, Any]:
         "renderer_name": "qwen3_instruct",
         "loss_fn": "importance_sampling",
         "groups_per_batch": PROMPTS,
-        "group_size": GROUP,
+        "group_size": group,
         "learning_rate": RATE,
         "lora_rank": RANK,
         "max_steps": STEPS,
@@ -109,7 +109,7 @@ def prompt_of(terms: tuple[int, int]) -> str:
     return "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns) + "<|im_start|>assistant\n"
 
 
-def grpo(model: str, seed: int, folder: Path) -> dict[str, Any]:
+def grpo(model: str, seed: int, group: int, folder: Path) -> dict[str, Any]:
     """The same task with GRPOTrainer: the same prompts in the same order, rewards, adapter, loss and optimizer."""
     import re
 
@@ -129,7 +129,7 @@ def grpo(model: str, seed: int, folder: Path) -> dict[str, Any]:
             numbers = re.findall(r"-?\d+", tokenizer.decode(ids[:-1] if ended else ids).replace(",", ""))
             right.append(float(bool(numbers) and int(numbers[-1]) == wanted))
             rewards.append(0.1 * (ended - 1) + right[-1])
-        shares.append([statistics.fmean(right[at : at + GROUP]) for at in range(0, len(right), GROUP)])
+        shares.append([statistics.fmean(right[at : at + group]) for at in range(0, len(right), group)])
         return rewards
 
     rows = [{"prompt": prompt_of(one), "answer": sum(one)} for step in range(STEPS) for one in sums_of(step)]
@@ -138,8 +138,8 @@ def grpo(model: str, seed: int, folder: Path) -> dict[str, Any]:
         output_dir=str(folder),
         seed=seed,
         max_steps=STEPS,
-        per_device_train_batch_size=PROMPTS * GROUP,
-        num_generations=GROUP,
+        per_device_train_batch_size=PROMPTS * group,
+        num_generations=group,
         max_completion_length=MAX_TOKENS,
         shuffle_dataset=False,
         # a sum of token losses without a scale of the advantages, and AdamW, whose epsilon has the gradient's scale
@@ -150,7 +150,7 @@ def grpo(model: str, seed: int, folder: Path) -> dict[str, Any]:
         lr_scheduler_type="constant",
         max_grad_norm=0.0,
         adam_beta2=0.95,
-        adam_epsilon=1e-8 / (PROMPTS * GROUP * MAX_TOKENS),
+        adam_epsilon=1e-8 / (PROMPTS * group * MAX_TOKENS),
         bf16=False,
         gradient_checkpointing=False,
         logging_steps=1,
@@ -174,25 +174,25 @@ def grpo(model: str, seed: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def before_and_after(records: Records) -> str:
+def before_and_after(records: Records, group: int) -> str:
     """Markdown: shares of right samples in the first and the last steps, of each seed and way."""
     lines = ["| | seed | before | after | minutes | processor minutes |", "|---|---|---|---|---|---|"]
     for part, name in WAYS.items():
-        for run in sorted(records.find(part=part), key=lambda run: run["seed"]):
+        for run in sorted(records.find(part=part, group=group), key=lambda run: run["seed"]):
             cells = [
                 name,
                 str(run["seed"]),
-                *(_share(run["shares"][at], GROUP) for at in (slice(WINDOW), slice(-WINDOW, None))),
+                *(_share(run["shares"][at], group) for at in (slice(WINDOW), slice(-WINDOW, None))),
             ]
             cells += [f"{run[key] / 60:.1f}" for key in ("seconds", "processor_seconds")]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def curves(records: Records) -> str:
+def curves(records: Records, group: int) -> str:
     """Markdown: the same by six steps over all seeds, and the difference of the two ways, which get the same sums."""
     lines = ["| steps | " + " | ".join(WAYS.values()) + " | difference |", "|---|---|---|---|"]
-    runs = {part: [run["shares"] for run in records.find(part=part)] for part in WAYS}
+    runs = {part: [run["shares"] for run in records.find(part=part, group=group)] for part in WAYS}
     if not all(runs.values()):
         return ""
     for first in range(0, STEPS, WINDOW):
@@ -207,7 +207,7 @@ def curves(records: Records) -> str:
         differences = [served - own for served, own in zip(*by_sum.values(), strict=True)]
         low, high = interval_of_mean(differences)
         cells = [f"{first + 1} to {first + WINDOW}"]
-        cells += [_share([values], GROUP * len(runs[part])) for part, values in by_sum.items()]
+        cells += [_share([values], group * len(runs[part])) for part, values in by_sum.items()]
         cells.append(f"{100 * statistics.fmean(differences):+.1f} ({100 * low:+.1f} to {100 * high:+.1f})")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -466,6 +466,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=("recipe", "grpo", "clients", "wire", "datums"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--group-size", type=int, default=16, help="samples of a sum, in recipe and grpo")
     parser.add_argument("--model", help="model folder; SmolLM2-135M-Instruct unless given")
     parser.add_argument("--python", default=str(ROOT / ".venv-tinker-newest/bin/python"), help="has the client")
     parser.add_argument("--rounds", type=int, default=5, help="of wire and datums")
@@ -473,15 +474,18 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/tinker"), help="for logs and saved states")
     parser.add_argument("--records", type=Path, default=ROOT / "benchmarks/tinker.jsonl")
     given = parser.parse_args()
-    model, records = model_path(given.model), Records(given.records)
+    model, records, group = model_path(given.model), Records(given.records), given.group_size
     if given.part in ("recipe", "grpo"):
         for seed in given.seeds:
-            if records.find(part=given.part, seed=seed):
+            if records.find(part=given.part, group=group, seed=seed):
                 continue
-            folder = given.output / f"{given.part}-{seed}"
-            found = recipe(model, given.python, seed, folder) if given.part == "recipe" else grpo(model, seed, folder)
-            records.add(part=given.part, seed=seed, **found, machine=describe(torch.get_num_threads()))
-        print(before_and_after(records), curves(records), sep="\n\n")
+            folder = given.output / f"{given.part}-{group}-{seed}"
+            if given.part == "recipe":
+                found = recipe(model, given.python, seed, group, folder)
+            else:
+                found = grpo(model, seed, group, folder)
+            records.add(part=given.part, group=group, seed=seed, **found, machine=describe(torch.get_num_threads()))
+        print(before_and_after(records, group), curves(records, group), sep="\n\n")
     elif given.part is not None:
         if given.part == "clients":
             found = clients(model, given.python, given.output)

@@ -1,5 +1,6 @@
-"""A step of a program on the samples of `covey grpo` gives the adapter that `covey grpo` has after its step."""
+"""Steps of a program on the samples of `covey grpo` give the adapter that `covey grpo` has after its steps."""
 
+import pytest
 import torch
 from peft import LoraConfig
 
@@ -18,16 +19,15 @@ SETTINGS = {  # what a program of the client does: advantages without a scale, a
     "adam_beta2": 0.95,
     "adam_epsilon": 1e-8,
     "learning_rate": 1e-3,
-    "max_steps": 1,
     "num_generations": GROUP,
     "max_completion_length": LENGTH,
 }
 
 
-def run_of_covey(folder, start):
-    """The adapter after a step of `GRPOTrainer`, and its samples: (prompt, completion) each."""
+def run_of_covey(folder, start, steps):
+    """The adapter after steps of `GRPOTrainer`, and the samples of each: (prompt, completion)."""
     adapter = LoraConfig(r=start.spec.rank, lora_alpha=32, target_modules=list(start.matrices))
-    made = trainer(folder, parts={"peft_config": adapter}, **SETTINGS)
+    made = trainer(folder, parts={"peft_config": adapter}, max_steps=steps, **SETTINGS)
     trained = {
         name.replace(".default", ""): parameter
         for name, parameter in made.model.named_parameters()
@@ -39,25 +39,27 @@ def run_of_covey(folder, start):
             trained[name].copy_(value)
     batches = experiences(made)
     made.train()
-    (batch,) = batches
+    assert len(batches) == steps
+    return [samples_of(batch) for batch in batches], {name: one.detach() for name, one in trained.items()}
+
+
+def samples_of(batch):
     prompts = [one.tolist() for one in batch.prompts()]
     completions = [one.tolist() for one in batch.token_ids.split(batch.lengths.tolist())]
-    samples = [(prompts[group], one) for group, one in zip(batch.groups.tolist(), completions, strict=True)]
-    return samples, {name: parameter.detach() for name, parameter in trained.items()}
+    return [(prompts[group], one) for group, one in zip(batch.groups.tolist(), completions, strict=True)]
 
 
-def test_one_step_from_the_same_samples_gives_the_same_adapter(tmp_path):
+@pytest.mark.parametrize("steps", [1, 3])
+def test_steps_from_the_same_samples_give_the_same_adapter(steps, tmp_path):
     spec = AdapterSpec(4, seed=1)
     start = Adapter.new(tinkering.base().model, spec)
-    samples, expected = run_of_covey(tmp_path / "covey", start)
-    rewards = torch.tensor(longer([completion for _, completion in samples]))
-    groups = rewards.view(-1, GROUP)
-    advantages = (groups - groups.mean(1, keepdim=True)).flatten() / (len(samples) * LENGTH)
+    sampled, expected = run_of_covey(tmp_path / "covey", start, steps)
 
-    async def program(service, client):
-        model = await client.create(rank=spec.rank, seed=spec.seed)
-        sampled = [datum([*prompt, *completion]) for prompt, completion in samples]
-        told = logprobs(await client.result(client.forward_backward(model, sampled, forward_only=True)))
+    async def step(client, model, samples):
+        groups = torch.tensor(longer([completion for _, completion in samples])).view(-1, GROUP)
+        advantages = (groups - groups.mean(1, keepdim=True)).flatten() / (len(samples) * LENGTH)
+        whole = [datum([*prompt, *completion]) for prompt, completion in samples]
+        told = logprobs(await client.result(client.forward_backward(model, whole, forward_only=True)))
         data = []
         for (prompt, completion), advantage, own in zip(samples, advantages.tolist(), told, strict=True):
             before = len(prompt) - 1
@@ -68,6 +70,11 @@ def test_one_step_from_the_same_samples_gives_the_same_adapter(tmp_path):
             data.append(datum([*prompt, *completion], **inputs))
         await client.result(client.forward_backward(model, data, "importance_sampling"))
         await client.result(client.step(model, learning_rate=SETTINGS["learning_rate"], beta2=0.95, eps=1e-8))
+
+    async def program(service, client):
+        model = await client.create(rank=spec.rank, seed=spec.seed)
+        for samples in sampled:
+            await step(client, model, samples)
         return (await client.save(model, "end"))["path"]
 
     found = adapter_of(tmp_path / "tinker", tinkering.run(tmp_path / "tinker", program))
