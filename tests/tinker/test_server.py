@@ -1,8 +1,10 @@
 """The HTTP side: keys, strangers, bodies that are none, long polls and downloads."""
 
 import asyncio
+import gzip
 import json
 import random
+from contextlib import suppress
 
 import pytest
 from aiohttp import ClientSession, FormData
@@ -246,6 +248,21 @@ HALVES = {
     "no gzip": (HEAD + b"X-API-Key: tml-secret\r\nContent-Encoding: gzip\r\nContent-Length: 2\r\n\r\n{}", b"", (400,)),
     "half a body": (HEAD + b"X-API-Key: tml-secret\r\nContent-Length: 99\r\n\r\n{", b"", (408,)),
     "an expectation": (HEAD + b"X-API-Key: tml-secret\r\nExpect: x\r\nContent-Length: 2\r\n\r\n{}", b"", (417,)),
+    "two keys": (HEAD + b"X-API-Key: tml-x\r\nX-API-Key: tml-secret\r\nContent-Length: 2\r\n\r\n{}", b"", (401,)),
+    "two lengths": (HEAD + b"X-API-Key: tml-secret\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\n{} ", b"", (400,)),
+    "two ends": (
+        HEAD + b"X-API-Key: tml-secret\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"",
+        (400,),
+    ),
+    "a length of 2**70": (HEAD + b"X-API-Key: tml-secret\r\nContent-Length: %d\r\n\r\n{}" % 2**70, b"", (400, 413)),
+    "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"", (400,)),
+    "another server in its first line": (
+        HEAD.replace(b" /api", b" http://evil.example/api") + b"X-API-Key: tml-secret\r\nContent-Length: 2\r\n\r\n{}",
+        b"",
+        (403,),
+    ),
+    "a header that does not end": (HEAD + b"X-API-Key: tml-secret\r\nX: " + b"x" * 100_000, b"", (400,)),
 }
 
 
@@ -302,6 +319,50 @@ def test_a_body_may_be_too_large(tmp_path, monkeypatch):
 
     status, told = ask(tmp_path, program)
     assert status == 413 and "1,000" in told["detail"]
+
+
+def test_a_small_body_that_grows_when_it_is_unpacked_is_too_large(tmp_path, monkeypatch):
+    monkeypatch.setattr(server_module, "MAX_BODY", 1 << 20)
+    packed = gzip.compress(b" " * (32 << 20))
+    headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+
+    async def program(http, server):
+        async with http.post("telemetry", data=packed, headers=headers) as response:
+            refused = response.status
+        async with ClientSession(f"{server.url}/api/v1/", headers=KEY) as other:
+            return refused, await post(other, "client/config", {})
+
+    assert len(packed) < server_module.MAX_BODY and ask(tmp_path, program) == (413, (200, {}))
+
+
+def test_a_program_that_reads_no_answer_holds_up_nobody(tmp_path):
+    one = b"GET /api/v1/get_server_capabilities HTTP/1.1\r\nHost: 127.0.0.1:1\r\nX-API-Key: tml-any\r\n\r\n"
+
+    async def program(http, server):
+        _, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]), limit=1)
+        writer.write(one * 20_000)  # the answers are megabytes more than a connection holds
+        answers = [await post(http, "client/config", {}) for _ in range(20)]
+        writer.transport.abort()
+        return answers
+
+    assert ask(tmp_path, program) == [(200, {})] * 20
+
+
+def test_questions_that_are_broken_off_leave_the_operation_and_its_result(tmp_path):
+    data = [tinkering.datum(tinkering.tokens(100, number)) for number in range(4)]
+
+    async def program(http, server):
+        client = tinkering.Client(server.service)
+        model = await client.create()
+        promise = client.forward_backward(model, data)
+        for _ in range(20):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(post(http, "retrieve_future", promise), 0.002)
+        await post(http, "cancel_future", promise)  # samples can be cancelled, and training cannot
+        return await client.result(promise), await client.result(client.step(model))
+
+    scored, step = ask(tmp_path, program)
+    assert isinstance(scored, bytes) and step["metrics"]["grad_norm"] > 0
 
 
 def test_files_of_a_state_are_downloaded_without_the_key(tmp_path):

@@ -600,6 +600,21 @@ def test_a_cancelled_sample_frees_its_place(tmp_path):
     assert "cancelled" in cancelled["error"] and len(short) == 1 and left == 0
 
 
+def test_a_client_whose_weights_have_diverged_fails_alone(tmp_path):
+    async def program(service, client):
+        made = []
+        for rate in (0.01, 1e30):
+            model = await client.create()
+            await client.result(client.forward_backward(model, DATA))
+            await client.result(client.step(model, learning_rate=rate))
+            made.append(await client.sampler(model))
+        asked = [client.sample(one, PROMPT, 0, 4, params={"stop": []}) for one in made]  # one batch
+        return [await client.result(one) for one in asked]
+
+    sound, diverged = tinkering.run(tmp_path, program)
+    assert len(samples(sound)) == 4 and "NaN" in diverged["error"]
+
+
 def test_training_runs_between_decoding_steps(tmp_path):
     params = {"max_tokens": 240, "stop": [], "seed": 1}
 
@@ -631,6 +646,9 @@ def test_training_runs_between_decoding_steps(tmp_path):
         ({"sampling_params": {"top_p": 0}}, "top_p"),
         ({"sampling_params": {"stop": [""]}}, "stop"),
         ({"sampling_params": {"stop": [1, "a"]}}, "stop"),
+        ({"sampling_params": {"stop": ["a"] * 129}}, "129"),
+        ({"sampling_params": {"stop": ["a" * 1001]}}, "1,001"),
+        ({"sampling_params": {"stop": ["\ud800"]}}, "surrogate"),
         ({"sampling_params": {"max_tokens": True}}, "max_tokens"),
         ({"topk_prompt_logprobs": 101}, "101"),
         ({"prompt_alt_tokens_k": 1}, "prompt_alt_tokens_k"),

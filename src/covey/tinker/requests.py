@@ -20,6 +20,8 @@ LARGEST = 1 << 63  # whole numbers are below it
 LONGEST = 100 * 365.25 * 86400.0  # seconds that anything is kept, at most
 MAX_TOKEN = 1 << 31  # ids of tokens are below it
 MAX_TOP = 100  # most tokens of a position that log-probs are given for
+MOST_STOPS = 128  # texts or tokens that end a sample
+LONGEST_STOP = 1000  # most characters of such a text
 _KINDS: dict[type, tuple[str, Any]] = {
     int: ("a whole number", int),
     float: ("a number", (int, float)),
@@ -162,11 +164,25 @@ def _stops(stop: Any, ends: set[int]) -> dict[str, Any]:
     given = [stop] if isinstance(stop, str) else stop
     if given == []:
         return {"eos_token_id": []}
+    if isinstance(given, list) and len(given) > MOST_STOPS:
+        raise Refusal(f"stop has {len(given):,} entries; at most {MOST_STOPS} are possible.")
     if isinstance(given, list) and all(isinstance(one, str) and one for one in given):
+        _check_texts(given)
         return {"stop": given}
     if isinstance(given, list) and all(type(one) is int and 0 <= one < MAX_TOKEN for one in given):
         return {"eos_token_id": sorted({*given, *ends})}
     raise Refusal(f"stop={stop!r:.80} must be texts, or tokens, or [] for none.")
+
+
+def _check_texts(stops: list[str]) -> None:
+    """Refuse texts that no completion can hold, or that are so long that looking for them holds up all samples."""
+    for one in stops:
+        if len(one) > LONGEST_STOP:
+            raise Refusal(f"a stop text has {len(one):,} characters; at most {LONGEST_STOP:,} are possible.")
+        try:
+            one.encode()
+        except UnicodeEncodeError:
+            raise Refusal(f"the stop text {one!r:.80} holds half a surrogate pair, which no sample can hold.") from None
 
 
 def _targets(given: Any, prompt: int, vocabulary: int) -> WireTensor | None:
