@@ -134,6 +134,7 @@ def test_each_key_of_a_run_file_has_a_case():
 OTHERS: dict[str, tuple[Any, str, Any]] = {  # other names of keys: a value, the key and what it becomes
     "model_name_or_path": ("a", "model", "a"),
     "dataset_name": ("b", "dataset", "b"),
+    "train_dataset": ("b", "dataset", "b"),
     "dataset_train_split": ("test", "dataset_split", "test"),
     "peft_config": ({"r": 2}, "peft", {"r": 2}),
     "quantization_config": ({"load_in_4bit": True}, "quantization", {"load_in_4bit": True}),

@@ -50,6 +50,7 @@ TEXTS = ("method", "model", "dataset", "dataset_split", "system_prompt")
 OTHER_NAMES = {
     "model_name_or_path": "model",
     "dataset_name": "dataset",
+    "train_dataset": "dataset",
     "dataset_train_split": "dataset_split",
     "peft_config": "peft",
     "quantization_config": "quantization",
