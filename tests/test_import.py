@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import covey
 from covey.runtime.packages import OWN
 
 HEAVY = ("torch", "transformers", "datasets", "peft", "vllm", "sglang", "deepspeed", "wandb", "matplotlib", "rich")
@@ -128,3 +129,9 @@ def test_no_dependency_is_declared_that_nothing_imports():
 
 def _distribution(module):
     return DISTRIBUTIONS.get(module, module).lower().replace("_", "-")
+
+
+@pytest.mark.parametrize("name", ["GKDTrainer", "SDFTConfig", "SDPOTrainer", "ServerDistillationConfig"])
+def test_trainers_of_distillation_are_refused_with_the_one_that_is_there(name):
+    with pytest.raises(ImportError, match="DistillationTrainer"):
+        getattr(covey, name)

@@ -67,7 +67,16 @@ _HOMES = {
 __all__ = [*_HOMES, "__version__"]
 
 
+_DISTILLATION = ("GKD", "GOLD", "IWOPD", "SDFT", "SDPO", "AsyncDistillation", "ServerDistillation")
+"""Trainers and configs of TRL in whose place others are here."""
+
+
 def __getattr__(name: str) -> Any:
+    if name.removesuffix("Trainer").removesuffix("Config") in _DISTILLATION:
+        raise ImportError(
+            f"covey has no {name}: use DistillationTrainer and DistillationConfig, or with rewards GRPOTrainer, and the"
+            " `teacher_...` settings. The guide 'Coming from TRL' translates the options."
+        )
     if name not in _HOMES:
         raise AttributeError(f"module 'covey' has no attribute {name!r}; it has: {', '.join(__all__)}")
     return getattr(import_module(_HOMES[name]), name)

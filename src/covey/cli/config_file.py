@@ -25,7 +25,7 @@ from covey.cli.run_file import (
     yaml_value,
 )
 from covey.config.algebra import planning_for
-from covey.config.aliases import ALIASES, Alias, check_estimator
+from covey.config.aliases import ALIASES, Alias, check_estimator, without_usual
 from covey.config.base import OnlineConfig
 from covey.config.grpo import GRPOConfig
 from covey.config.rloo import RLOOConfig
@@ -115,6 +115,7 @@ def load_run(
     method = _settle_method(values, method)
     config_class = config_of(method)
     run = {key: values.pop(key) for key in list(values) if key in RUN_KEYS}
+    values = without_usual(values)
     refuse_unknown(values, method, [field.name for field in dataclasses.fields(config_class)])
     with planning_for(world_size, gpu):
         args = config_class(**typed(values, config_class))
@@ -172,7 +173,13 @@ def settings_of(described: Mapping[str, Any]) -> dict[str, Any]:
 def config_of(method: str) -> type[OnlineConfig]:
     classes: dict[str, type[OnlineConfig]] = {"grpo": GRPOConfig, "rloo": RLOOConfig}
     if method not in classes:
-        raise CheckError.of("setting-word", f"method={method!r} is not known; choose one of: {', '.join(classes)}.")
+        advice = "choose one of: " + ", ".join(classes) + "."
+        if method in ("gkd", "distillation", "sdft", "sdpo", "opd"):
+            advice = (
+                "distillation is GRPO with a `teacher`: `method: grpo`, `teacher_loss: divergence`,"
+                " `teacher_top_k: -1`, and without `reward_funcs` `num_generations: 1`."
+            )
+        raise CheckError.of("setting-word", f"method={method!r} is not known;", advice)
     return classes[method]
 
 

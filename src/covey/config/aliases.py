@@ -151,7 +151,10 @@ ALIASES: dict[str, Alias] = {
         "the entry 'default' alone is the teacher of all rows",
         lambda urls, _: urls["default"] if isinstance(urls, dict) and {*urls} == {"default"} else urls,
     ),
-    "loss_top_k distillation_topk gkd_logits_topk topk_logits_k": Alias("teacher_top_k", kind=int),
+    "loss_top_k": Alias("teacher_top_k", "0, the whole vocabulary, is -1", lambda count, _: int(count) or -1, int),
+    "distillation_topk gkd_logits_topk topk_logits_k": Alias(
+        "teacher_top_k", "None, the whole vocabulary, is -1", lambda count, _: -1 if count is None else int(count), int
+    ),
     "teacher_kl_coef kl_penalty_coef opd_kl_coef distillation_loss_coef": Alias("teacher_coef", kind=float),
     "teacher_tag_key teacher_key": Alias("teacher_column"),
     "distillation_alpha": Alias("teacher_beta", kind=float),
@@ -211,6 +214,29 @@ _ADAPTER = (
 _ARGUMENT = "it is an argument of the trainer"
 
 HINTS: dict[str, str] = {
+    "teacher_temperature": "`temperature` is of the policy and of its teacher",
+    "distillation_is_clip": "ratios are clipped by `epsilon`, and samples of another policy are corrected by"
+    " `vllm_importance_sampling_clip_max`",
+    "distillation_objective iw_opd_gamma iw_opd_epsilon": "IW-OPD is a function of ten lines, named by"
+    " `teacher_advantage` (docs/teachers.md has it)",
+    "use_successful_as_teacher solution_template": "{solution} in `teacher_prompt_template` is a rewarded answer of"
+    " another rollout of the group",
+    "include_environment_feedback feedback_template": "{feedback} in `teacher_prompt_template` is what the environment"
+    " said, or a column",
+    "environment_feedback_only_without_solution remove_thinking_from_demonstration": "`teacher_prompt_template` may be"
+    " a function, path/to/file.py:name, that decides it for each rollout",
+    "dont_reprompt_on_self_success": "{solution} is the answer of another rollout, for every rollout; a function as"
+    " `teacher_prompt_template` may return None for those that have a reward",
+    "reprompt_template": "it is `teacher_prompt_template`, with {prompt}, {solution} and {feedback}",
+    "max_reprompt_len": "a teacher's prompt is never truncated: a rollout that exceeds its context has no teacher",
+    "diagnostics_warning_interval diagnostics_flat_tolerance": "the run warns by itself where nothing is learnt",
+    "sft_alpha": "`demonstrations` adds supervised rows, `demonstrations_coef` weighs them",
+    "teacher_model": "it is `teacher`, or `teacher_model` of `DistillationTrainer`",
+    "teacher_adapters": "give the adapter's folder as `teacher`",
+    "offload_teacher_model": "a teacher stays on its device; `teacher` may be the URL of a server",
+    "log_completions_steps": "`log_completions` logs at `logging_steps`",
+    "vllm_sync_frequency weight_sync_steps": "the engine has the weights of every update; `max_staleness` lets it lag",
+    "max_inflight_tasks": "it is `max_concurrent_completions`",
     "loss_add_tail distillation_add_tail add_tail_bucket": "all tokens outside the top k always form one bin:"
     " without it, moving probability out of the top k would cost nothing",
     "lmbda seq_kd": "completions are always the policy's own (lmbda=1)",
@@ -222,7 +248,9 @@ HINTS: dict[str, str] = {
     "teacher_model_server": "it is `teacher`: a URL, or for several teachers {name: URL} with their names in the column"
     " `teacher_column`",
     "use_teacher_server": "`teacher` is the URL of a server, or a folder or hub id",
-    "teacher_tokenizer_name_or_path use_uld_loss use_extended_uld uld_token_merge_strategy uld_use_hybrid_loss": "a"
+    "teacher_tokenizer_name_or_path use_uld_loss use_extended_uld uld_token_merge_strategy uld_use_hybrid_loss"
+    " uld_hybrid_matched_weight uld_hybrid_unmatched_weight uld_crossentropy_weight uld_distillation_weight"
+    " uld_student_temperature uld_teacher_temperature uld_skip_student_eos uld_skip_teacher_eos": "a"
     " teacher must have the policy's tokenizer, as other tokens cannot be compared one by one: train on its answers",
     "privileged_context": "it is a column of the rows, {context} in `teacher_prompt_template`",
     "missing_eos_penalty": "write a reward function that returns the penalty where completion_ids do not end with the "
@@ -317,6 +345,16 @@ HINTS: dict[str, str] = {
 HINTS = _by_name(HINTS)
 """Names that are refused, because dropping them would change the training, with advice."""
 
+AS_HERE: dict[str, Any] = _by_name(
+    {
+        "lmbda": 1,
+        "seq_kd use_teacher_server generate_from_teacher use_uld_loss": False,
+        "loss_add_tail distillation_add_tail add_tail_bucket": True,
+        "num_loss_tokens_to_skip kl_discount_factor sft_alpha": 0,
+    }
+)
+"""Options of distillation with the one value that means what happens here: dropped with it, refused with another."""
+
 
 class AcceptsAliases(type):
     """Metaclass of the configs: replaces old names, for dataclasses derived by users too."""
@@ -360,6 +398,7 @@ def renamed(cls: type, keywords: Mapping[str, Any]) -> dict[str, Any]:
     for theirs, ours in getattr(cls, "other_names", {}).items():  # a copy is given both, and keeps them
         if theirs in keywords and ours not in keywords:
             keywords = {ours if name == theirs else name: value for name, value in keywords.items()}
+    keywords = without_usual(keywords)
     result = {name: value for name, value in keywords.items() if name not in ALIASES and name != "advantage_estimator"}
     if unknown := [name for name in result if name not in fields]:
         known = [*fields, *ALIASES]
@@ -380,6 +419,8 @@ def renamed(cls: type, keywords: Mapping[str, Any]) -> dict[str, Any]:
             new_value = alias.convert(value, keywords)
         except (TypeError, ValueError, OverflowError) as error:
             raise CheckError.of("setting-type", f"`{old}={value!r}` must be a whole number.") from error
+        if old == "teacher_model_kind" and new_value == "follower":
+            result.setdefault("teacher_mixup_alpha", keywords.get("teacher_update_rate", 0.05))  # theirs averages
         given = result.get(alias.new, new_value)
         untouched = old in fields and given == fields[alias.new].default
         if given is not new_value and given != new_value and not untouched:
@@ -391,6 +432,15 @@ def renamed(cls: type, keywords: Mapping[str, Any]) -> dict[str, Any]:
             )
         result[alias.new] = new_value
     return result
+
+
+def without_usual(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords without options of others whose value says what happens here anyway, with a warning."""
+    usual = [name for name, value in AS_HERE.items() if name in keywords and keywords[name] == value]
+    if usual:
+        said = ", ".join(f"`{name}={keywords[name]!r}`" for name in usual)
+        warn(f"{said}: this is always so here, and no setting; it is dropped.", FutureWarning)
+    return {name: value for name, value in keywords.items() if name not in usual}
 
 
 def hint(name: str, known: Iterable[str]) -> str:
