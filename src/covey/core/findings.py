@@ -96,6 +96,7 @@ CHECKED = {
     "source-name": Code(DATA, "settings and datasets of sources do not match"),
     "source-setting": Code(DATA, "a setting of a source cannot work"),
     "source-weights": Code(DATA, "weights of sources do not define their shares"),
+    "source-scales": Code(DATA, "some sources have a number as their weight, and others their number of rows"),
     "source-small": Code(DATA, "a source has fewer rows than a rollout batch draws from it"),
     "source-rare": Code(DATA, "some rollout batches have no prompt of a source"),
     "source-column": Code(DATA, "a column has the name that is reserved for the source of a row"),

@@ -592,6 +592,21 @@ def check_groups(sources: Sources, args: Any) -> Iterator[Finding]:
             )
 
 
+def check_one_scale(sources: Sources) -> Iterator[Finding]:
+    """A warning where a number that one source is given is compared with the number of rows of another."""
+    given = [(one.name, one.settings.weight, len(one.rows)) for one in sources.sources]
+    numbers = [(name, weight) for name, weight, _ in given if weight not in ("rows", 0)]
+    counted = [(name, rows) for name, weight, rows in given if weight == "rows" and rows]
+    if numbers and counted:
+        (name, weight), (other, rows) = numbers[0], counted[0]
+        yield Finding.warning(
+            "source-scales",
+            f"source {name!r} has weight={weight!r}, and {other!r} has none, so its weight is its number of rows,"
+            f" {rows}.",
+            "Give each source a number, or none of them.",
+        )
+
+
 def check_rarest(sources: Sources, prompts: int) -> Iterator[Finding]:
     """Warnings for sources of which some rollout batches have no prompt."""
     shares = dict(zip(sources.names, sources.shares_at(0), strict=True))

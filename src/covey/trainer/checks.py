@@ -19,7 +19,16 @@ from covey.core.findings import CheckError, Finding
 from covey.core.routing import check_routing
 from covey.core.stats import Mean, Sum
 from covey.data.sampler import check_enough
-from covey.data.sources import Sources, check_groups, check_rarest, check_sizes, parts_of, raw, source_of
+from covey.data.sources import (
+    Sources,
+    check_groups,
+    check_one_scale,
+    check_rarest,
+    check_sizes,
+    parts_of,
+    raw,
+    source_of,
+)
 from covey.data.validation import check_dataset, check_prompts, columns_of, first_rows
 from covey.policy.precision import changed, held_in_half, sample, share_that_moves
 from covey.rewards import RewardSuite
@@ -97,6 +106,7 @@ def _check_length(args: OnlineConfig, train_dataset: Any) -> Iterator[Finding]:
         epochs = len(train_dataset) / together * max(args.num_train_epochs, 1)
         batches = args.max_steps / algebra.updates_per_rollout_batch if args.max_steps > 0 else epochs
         yield from check_sizes(train_dataset, together, math.ceil(batches), float(algebra.updates_per_rollout_batch))
+        yield from check_one_scale(train_dataset)
         yield from check_rarest(train_dataset, together)
         yield from check_groups(train_dataset, args)
         yield from _check_averages(args, train_dataset)

@@ -243,6 +243,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Gave a source a setting that it cannot have": "See [mixing data](sources.md#what-a-source-may-set).",
         "Gave sources weights that leave no prompt, or none that can be read": "",
         "Gave a source fewer rows than a rollout batch draws of it": "",
+        "Gave one of several sources a weight": "",
         "Gave a source so small a weight that it seldom comes": "Nothing, if that is what you want.",
         "Gave a run with sources a column `source` of another meaning": "",
         "Gave a source no reward": "",

@@ -266,6 +266,14 @@ DATASETS = [
         b=weighs(1),
     ),
     checked(
+        "Gave one of several sources a weight",
+        lambda b: b.build(train_dataset=TWO, sources={"b": weighs(2)}),
+        "source-scales",
+        "'b' has weight=2",
+        "'a' has none",
+        kind=CheckWarning,
+    ),
+    checked(
         "Gave a source so small a weight that it seldom comes",
         lambda b: b.build(train_dataset=TWO, sources={"a": weighs(0.01), "b": weighs(1)}),
         "source-rare",
