@@ -285,8 +285,8 @@ def test_a_cache_in_use_is_tried_again(running):
 
 def test_notes_last(running):
     dialect = SglangWeightApi()
-    ask(running, "write_version", "covey-1-2", dialect=dialect)
-    assert ask(running, "read_version", dialect=dialect) == "covey-1-2"
+    ask(running, "write_stamp", "covey-1-2", dialect=dialect)
+    assert ask(running, "read_stamp", dialect=dialect) == "covey-1-2"
 
 
 def test_memory_is_released_and_taken_back(other):

@@ -69,26 +69,26 @@ class StubWeightApi(WeightApi):
     async def probe(self, server, until):
         return WeightEndpoint(server, same_machine=True)
 
-    async def load_folder(self, endpoint, folder, version, until):
-        body = {"folder": str(folder), "version": str(version)}
+    async def load_folder(self, endpoint, folder, stamp, until):
+        body = {"folder": str(folder), "version": stamp}
         await self._post(endpoint, "/weights/folder", until, body)
 
     async def begin(self, endpoint, until):
         await self._post(endpoint, "/weights/begin", until, {})
 
-    async def push(self, endpoint, channel, bucket, version, until):
+    async def push(self, endpoint, channel, bucket, stamp, until):
         data = base64.b64encode(bucket.data.numpy().tobytes()).decode()
         body = {"manifest": bucket.manifest(), "data": data}
         await self._post(endpoint, "/weights/bucket", until, body, f"{until.doing} ({bucket})")
 
-    async def end(self, endpoint, version, until):
-        await self._post(endpoint, "/weights/end", until, {"version": str(version)})
+    async def end(self, endpoint, stamp, until):
+        await self._post(endpoint, "/weights/end", until, {"version": stamp})
 
-    async def write_version(self, server, version, deadline):
-        body = {"version": version}
+    async def write_stamp(self, server, stamp, deadline):
+        body = {"version": stamp}
         await server.call("POST", "/version", doing="record its version", deadline=deadline, body=body)
 
-    async def read_version(self, server, deadline):
+    async def read_stamp(self, server, deadline):
         return (await server.call("GET", "/info", doing="read its version", deadline=deadline))["version"]
 
     async def _post(self, endpoint, path, until, body, doing=None):

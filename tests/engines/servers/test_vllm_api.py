@@ -176,8 +176,8 @@ def test_a_prefix_cache_in_use_is_not_taken_for_empty(servers):
 
 def test_versions_are_kept(servers):
     server, dialect = servers(), VllmWeightApi()
-    ask(server, "write_version", "covey-1234-5", dialect=dialect)
-    assert ask(server, "read_version", dialect=dialect) == "covey-1234-5"
+    ask(server, "write_stamp", "covey-1234-5", dialect=dialect)
+    assert ask(server, "read_stamp", dialect=dialect) == "covey-1234-5"
 
 
 def test_a_server_that_is_awake_is_not_woken(servers):

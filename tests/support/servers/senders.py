@@ -24,12 +24,12 @@ class CheckpointApi(WeightApi):
     async def probe(self, server, until):
         return WeightEndpoint(server, same_machine=True)
 
-    async def load_folder(self, endpoint, folder, version, until):
+    async def load_folder(self, endpoint, folder, stamp, until):
         server, body = endpoint.server, {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         await server.ask("/collective_rpc", doing=until.doing, deadline=until.left(server), body=body)
-        await self.write_version(server, str(version), until.left(server))
+        await self.write_stamp(server, stamp, until.left(server))
 
-    read_version, write_version = VllmWeightApi.read_version, VllmWeightApi.write_version
+    read_stamp, write_stamp = VllmWeightApi.read_stamp, VllmWeightApi.write_stamp
 
 
 class RecordingSender(WeightSender):

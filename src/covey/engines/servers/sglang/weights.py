@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from covey.engines.servers.errors import ServerError, ServerRefused, advised
+from covey.engines.servers.errors import ServerError, advised
 from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.sglang.api import model_info, server_info
 from covey.engines.servers.weights import api
@@ -30,6 +30,7 @@ class SglangWeightApi(api.GroupApi):
     name = "sglang"
     port_hint = "Choose a free port with sglang_group_port; runs on one machine need one for each server."
     shares_port = False
+    already_open = "already open"
     dense = True
     bucket_device: torch.device
     folder_setting = "checkpoint_path"
@@ -51,18 +52,18 @@ class SglangWeightApi(api.GroupApi):
         processes, start_id = int(info.get("tp_size") or 1), str(info.get("startup_time") or "")
         return api.WeightEndpoint(server, processes, start_id, api.is_local(server), obstacles_of(info), model)
 
-    async def load_folder(self, endpoint: api.WeightEndpoint, folder: Path, version: int, until: api.Deadline) -> None:
+    async def load_folder(self, endpoint: api.WeightEndpoint, folder: Path, stamp: str, until: api.Deadline) -> None:
         server, doing = endpoint.server, f"{until.doing} from {folder}"
         body: dict[str, Any] = {"model_path": str(folder), "load_format": "safetensors", "flush_cache": False}
-        body["weight_version"] = str(version)
+        body["weight_version"] = stamp
         with advised("It must see this folder under the same name: set checkpoint_path to one that it shares."):
             await server.ask("/update_weights_from_disk", doing, until.left(server), body)
 
-    async def read_version(self, server: ServerClient, deadline: float) -> str:
+    async def read_stamp(self, server: ServerClient, deadline: float) -> str:
         return str((await model_info(server, deadline)).get("weight_version"))
 
-    async def write_version(self, server: ServerClient, version: str, deadline: float) -> None:
-        body, doing = {"new_version": version, "abort_all_requests": False}, "record the version of its weights"
+    async def write_stamp(self, server: ServerClient, stamp: str, deadline: float) -> None:
+        body, doing = {"new_version": stamp, "abort_all_requests": False}, "record the version of its weights"
         await server.call("POST", "/update_weight_version", doing, deadline, body)
 
     def group_backend(self, endpoint: api.WeightEndpoint, on_gpu: bool) -> str:
@@ -84,17 +85,15 @@ class SglangWeightApi(api.GroupApi):
     def form_group(self, where: api.Rendezvous, store: Any, seconds: float) -> Channel:
         return SglangGroup(where.backend, store, where.name, where.world_size, seconds)
 
-    async def begin(self, endpoint: api.WeightEndpoint, until: api.Deadline) -> None:
-        try:
-            await self._post("/begin_weight_update", endpoint, until)
-        except ServerRefused as error:
-            if "already open" not in error.message:
-                raise
-            await self._post("/end_weight_update", endpoint, until)
-            await self._post("/begin_weight_update", endpoint, until)
+    async def open_update(self, endpoint: api.WeightEndpoint, until: api.Deadline) -> None:
+        await endpoint.server.ask("/begin_weight_update", until.doing, until.left(endpoint.server), {})
+
+    async def close_update(self, endpoint: api.WeightEndpoint, stamp: str | None, until: api.Deadline) -> None:
+        """The stamp came with the last bucket."""
+        await endpoint.server.ask("/end_weight_update", until.doing, until.left(endpoint.server), {})
 
     async def announce(
-        self, endpoint: api.WeightEndpoint, bucket: Bucket, version: int, doing: str, seconds: float
+        self, endpoint: api.WeightEndpoint, bucket: Bucket, stamp: str, doing: str, seconds: float
     ) -> None:
         server, specs = endpoint.server, [entry.spec for entry in bucket.entries]
         body: dict[str, Any] = {
@@ -106,28 +105,20 @@ class SglangWeightApi(api.GroupApi):
             "flush_cache": False,
         }
         if bucket.number + 1 == bucket.count:
-            body["weight_version"] = str(version)
+            body["weight_version"] = stamp
         await server.ask("/update_weights_from_distributed", doing, seconds, body)
-
-    async def end(self, endpoint: api.WeightEndpoint, version: int, until: api.Deadline) -> None:
-        await self._post("/end_weight_update", endpoint, until)
 
     async def abandon(self, endpoint: api.WeightEndpoint) -> None:
         if (name := self._group_names.pop(endpoint.server.url, None)) is not None:
             await self._try("/destroy_weights_update_group", endpoint, {"group_name": name})
         await self._try("/end_weight_update", endpoint, {})
 
-    async def _post(self, path: str, endpoint: api.WeightEndpoint, until: api.Deadline) -> None:
-        await endpoint.server.ask(path, until.doing, until.left(endpoint.server), {})
-
     async def _try(self, path: str, endpoint: api.WeightEndpoint, body: dict[str, Any]) -> None:
         with suppress(ServerError):
             await endpoint.server.ask(path, "clean up", CLEANUP_SECONDS, body)
 
-    async def has_base(self, endpoint: api.WeightEndpoint, model: str | None, until: api.Deadline) -> bool:
-        """Tell whether the server was started with `model`; its version shows whether an earlier run used it."""
-        found = endpoint.details
-        return found["model_path"] == model and str(found.get("weight_version")) == api.AS_STARTED
+    async def models(self, endpoint: api.WeightEndpoint, until: api.Deadline) -> list[str]:
+        return [endpoint.details["model_path"]]
 
     def encode_adapter(self, bucket: Bucket) -> tuple[str, dict[str, str]]:
         # Copies, because pickling a view of the bucket would write the whole bucket for each tensor.

@@ -12,7 +12,7 @@ from typing import Any
 
 OLDEST = (0, 28)  # first release with every route that is used; the newest of them is /weight_info
 WORKER = "covey.engines.servers.vllm.worker.CoveyWorker"  # worker extension; importing it registers `BACKEND`
-BACKEND = "covey"  # Covey's backend for vLLM's weight transfer: gloo, NCCL or CUDA IPC, as the trainer chooses
+BACKEND = "covey"  # Covey's backend for vLLM's weight transfer: gloo or NCCL, as the trainer chooses
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}  # opens the routes that take weights
 LORA_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}  # opens the routes that take adapters
 ADAPTERS = 3  # adapter versions that a server keeps: the current one, and those of requests still in flight

@@ -4,7 +4,6 @@ An adapter is loaded from a folder: one that the trainer wrote, or, on another m
 wrote from bytes that it received over the group.
 """
 
-import contextlib
 import json
 import logging
 from dataclasses import asdict
@@ -34,6 +33,7 @@ class VllmWeightApi(api.GroupApi):
 
     name = "vllm"
     port_hint = "Choose a free port with vllm_group_port; runs on one machine need one each."
+    already_open = "already active"
     folder_setting = "vllm_weight_folder"
     method_hint = "Start it with `covey vllm-serve`, or with the options that docs/engines.md lists for `vllm serve`."
     takes_differences = True
@@ -54,7 +54,7 @@ class VllmWeightApi(api.GroupApi):
             facts = {}
         return endpoint_of(server, processes, facts)
 
-    async def load_folder(self, endpoint: api.WeightEndpoint, folder: Path, version: int, until: api.Deadline) -> None:
+    async def load_folder(self, endpoint: api.WeightEndpoint, folder: Path, stamp: str, until: api.Deadline) -> None:
         """Make the server read its weights from `folder`, with checksums where it has Covey's worker extension."""
         server, doing = endpoint.server, f"{until.doing} from {folder}"
         if endpoint.details:
@@ -62,14 +62,14 @@ class VllmWeightApi(api.GroupApi):
         else:
             body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
             await server.call("POST", "/collective_rpc", doing, until.left(server), body)
-        await self.write_version(server, str(version), until.left(server))
+        await self.write_stamp(server, stamp, until.left(server))
 
-    async def read_version(self, server: ServerClient, deadline: float) -> str:
+    async def read_stamp(self, server: ServerClient, deadline: float) -> str:
         answer = await server.call("GET", "/weight_info", "read the version of its weights", deadline)
         return str(get_path(answer, "weight_version"))
 
-    async def write_version(self, server: ServerClient, version: str, deadline: float) -> None:
-        body, doing = {"new_version": version}, "record the version of its weights"
+    async def write_stamp(self, server: ServerClient, stamp: str, deadline: float) -> None:
+        body, doing = {"new_version": stamp}, "record the version of its weights"
         await server.call("POST", "/update_weight_version", doing, deadline, body)
 
     def group_backend(self, endpoint: api.WeightEndpoint, on_gpu: bool) -> str:
@@ -88,40 +88,24 @@ class VllmWeightApi(api.GroupApi):
     def form_group(self, where: api.Rendezvous, store: Any, seconds: float) -> Channel:
         return Group(where.backend, store, where.name, 0, where.world_size, where.address, seconds)
 
-    async def begin(self, endpoint: api.WeightEndpoint, until: api.Deadline) -> None:
+    async def open_update(self, endpoint: api.WeightEndpoint, until: api.Deadline) -> None:
         server = endpoint.server
-        for attempt in range(3):
-            try:
-                await server.call("POST", "/start_weight_update", until.doing, until.left(server))
-                return
-            except ServerError as error:
-                if attempt == 2 or "already active" not in error.message:
-                    raise
-            # An update that broke off is still open, this run's or another trainer's. Ending it reports what is
-            # missing; vLLM records the end only the second time, when nothing is.
-            with contextlib.suppress(ServerError):
-                await self._finish(server, {}, until)
+        await server.call("POST", "/start_weight_update", until.doing, until.left(server))
 
     async def announce(
-        self, endpoint: api.WeightEndpoint, bucket: Bucket, version: int, doing: str, seconds: float
+        self, endpoint: api.WeightEndpoint, bucket: Bucket, stamp: str, doing: str, seconds: float
     ) -> None:
-        piece = {"version": version, "number": bucket.number, "count": bucket.count, "seconds": seconds}
+        piece = {"version": stamp, "number": bucket.number, "count": bucket.count, "seconds": seconds}
         body = {"update_info": {**piece, "manifest": bucket.manifest()}}
         await endpoint.server.call("POST", "/update_weights", doing, seconds, body)
 
-    async def end(self, endpoint: api.WeightEndpoint, version: int, until: api.Deadline) -> None:
-        await self._finish(endpoint.server, {"weight_version": str(version)}, until)
-
-    async def _finish(self, server: ServerClient, body: dict[str, str], until: api.Deadline) -> None:
+    async def close_update(self, endpoint: api.WeightEndpoint, stamp: str | None, until: api.Deadline) -> None:
+        server, body = endpoint.server, {} if stamp is None else {"weight_version": stamp}
         await server.call("POST", "/finish_weight_update", until.doing, until.left(server), body)
 
-    async def has_base(self, endpoint: api.WeightEndpoint, model: str | None, until: api.Deadline) -> bool:
-        """Tell whether the server was started with `model` and has been sent no weights since."""
-        server = endpoint.server
-        if await self.read_version(server, until.left(server)) != api.AS_STARTED:
-            return False  # an earlier run used this server, and may have left any weights
-        answer = await server.call("GET", "/v1/models", until.doing, until.left(server))
-        return any(model in (listed.get("root"), listed.get("id")) for listed in get_path(answer, "data") or [])
+    async def models(self, endpoint: api.WeightEndpoint, until: api.Deadline) -> list[str]:
+        answer = await endpoint.server.call("GET", "/v1/models", until.doing, until.left(endpoint.server))
+        return [str(one[key]) for one in get_path(answer, "data") or [] for key in ("root", "id") if one.get(key)]
 
     async def load_adapter(
         self, endpoint: api.WeightEndpoint, name: str, config: Any, source: Any, channel: Any, until: api.Deadline

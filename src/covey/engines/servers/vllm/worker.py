@@ -46,7 +46,7 @@ class Meeting(WeightTransferInitInfo):
 class Piece(WeightTransferUpdateInfo):
     """One bucket: the `number`th of `count`, with its manifest."""
 
-    version: int
+    version: str
     number: int
     count: int
     manifest: dict[str, Any]
@@ -63,7 +63,7 @@ class CoveyWeights(WeightTransferEngine[Meeting, Piece]):
     init_info_cls = Meeting
     update_info_cls = Piece
     channel: Group | None = None
-    expected: tuple[int, int] | None = None  # version and number of the next bucket; None between updates
+    expected: tuple[str, int] | None = None  # version and number of the next bucket; None between updates
     receiver: Receiver | None = None
 
     def init_transfer_engine(self, init_info: Meeting) -> None:
@@ -77,7 +77,7 @@ class CoveyWeights(WeightTransferEngine[Meeting, Piece]):
         if self.expected is not None:
             finalize_layerwise_reload(self.model, self.model_config)
         initialize_layerwise_reload(self.model)
-        self.expected = (-1, 0)
+        self.expected = ("", 0)
 
     def receive_weights(self, update_info: Piece) -> None:
         assert self.expected is not None, "vLLM calls `start_weight_update` first"

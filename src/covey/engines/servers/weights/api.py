@@ -8,6 +8,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,8 +22,9 @@ from covey.engines.servers.http_client import ServerClient
 from covey.engines.servers.weights.buckets import Bucket
 from covey.engines.servers.weights.channels import Channel, in_thread, own_address, shared_store
 
-AS_STARTED = "default"  # weight version that vLLM and SGLang report until a trainer sends weights
+AS_STARTED = "default"  # stamp that vLLM and SGLang report until a trainer sends weights
 ERROR_SECONDS = 5.0  # deadline for a server to report why it ended a transfer
+OPENINGS = 3  # attempts to open an update: vLLM closes one that broke off only at the second request
 JOIN_SECONDS = 60.0  # deadline for joining a group, so that a firewall that drops packets does not use up all the time
 
 T = TypeVar("T")
@@ -60,7 +62,7 @@ class WeightApi(ABC):
     """Requests that send weights to one backend; each ends by its deadline.
 
     A backend that takes buckets overrides `push` and, if it needs them, `begin`, `end` and `abandon`, or is a
-    `GroupApi`. One that takes adapters overrides `has_base`, `load_adapter` and `unload_adapter`. Methods of transfer
+    `GroupApi`. One that takes adapters overrides `models`, `load_adapter` and `unload_adapter`. Methods of transfer
     that `methods` does not list are never called.
     """
 
@@ -84,19 +86,16 @@ class WeightApi(ABC):
         """Find out which transfer methods the server supports; `ServerRefused` if its routes for weights are closed."""
 
     @abstractmethod
-    async def load_folder(self, endpoint: WeightEndpoint, folder: Path, version: int, until: Deadline) -> None:
-        """Make the server read its weights from `folder`, and record their version."""
+    async def load_folder(self, endpoint: WeightEndpoint, folder: Path, stamp: str, until: Deadline) -> None:
+        """Make the server read its weights from `folder`, and record their stamp (`WeightSender.stamp`)."""
 
     @abstractmethod
-    async def read_version(self, server: ServerClient, deadline: float) -> str:
-        """Version of its weights that the server reports; an update fails if this is not the version that was sent.
-
-        It also shows whether the server was restarted, or another run has sent it weights.
-        """
+    async def read_stamp(self, server: ServerClient, deadline: float) -> str:
+        """Stamp that the server recorded with its last update, and has forgotten if it lost these weights."""
 
     @abstractmethod
-    async def write_version(self, server: ServerClient, version: str, deadline: float) -> None:
-        """Make the server record the version of its weights, which it forgets when it loses them."""
+    async def write_stamp(self, server: ServerClient, stamp: str, deadline: float) -> None:
+        """Make the server record a stamp, for updates whose requests have no place for one, such as adapters."""
 
     async def join_group(self, endpoint: WeightEndpoint, on_gpu: bool, until: Deadline) -> Channel | None:
         """Connect to the server to send buckets (`on_gpu`: from a GPU); None if requests carry the bytes."""
@@ -107,22 +106,27 @@ class WeightApi(ABC):
         return None
 
     async def push(
-        self, endpoint: WeightEndpoint, channel: Channel | None, bucket: Bucket, version: int, until: Deadline
+        self, endpoint: WeightEndpoint, channel: Channel | None, bucket: Bucket, stamp: str, until: Deadline
     ) -> None:
-        """Send one bucket of a version."""
+        """Send one bucket of an update."""
         raise NotImplementedError(f"{self.name} promises a transfer method for buckets and has no `push`")
 
-    async def end(self, endpoint: WeightEndpoint, version: int, until: Deadline) -> None:
-        """Put the new weights in use."""
+    async def end(self, endpoint: WeightEndpoint, stamp: str, until: Deadline) -> None:
+        """Put the new weights in use, and record their stamp unless a bucket had it."""
         return None
 
     async def abandon(self, endpoint: WeightEndpoint) -> None:
         """Clean up after a failed update; raises nothing."""
         return None
 
-    async def has_base(self, endpoint: WeightEndpoint, model: str | None, until: Deadline) -> bool:
-        """Tell whether the server holds `model` as it was started, with no weights sent since."""
-        return False
+    async def has_base(self, endpoint: WeightEndpoint, model: str, until: Deadline) -> bool:
+        """Tell whether the server was started with `model`, and no run has sent it weights since."""
+        stamp = await self.read_stamp(endpoint.server, until.left(endpoint.server))
+        return stamp == AS_STARTED and model in await self.models(endpoint, until)
+
+    async def models(self, endpoint: WeightEndpoint, until: Deadline) -> list[str]:
+        """Names and paths of the model that the server was started with; none if it takes no adapters."""
+        return []
 
     def encode_adapter(self, bucket: Bucket) -> Any:
         """An adapter in the form that `load_adapter` takes; computed once for all servers, in a thread."""
@@ -153,6 +157,9 @@ class Rendezvous:
 class GroupApi(WeightApi):
     """Base of backends that take buckets over a process group: requests announce buckets, the trainer broadcasts them.
 
+    The order of requests is here: invite, then for each update open, announce every bucket, close. A backend adds the
+    requests' paths and bodies, and its end of the group.
+
     `port` is the port at which servers join the group (0: free ports); further servers use the next ports, unless they
     can share one.
     """
@@ -160,6 +167,7 @@ class GroupApi(WeightApi):
     methods = automatic = ("group", "disk")
     shares_port = True
     port_hint: str  # if the port is taken
+    already_open: str  # part of the server's refusal to open an update while one is open
 
     def __init__(self, port: int = 0):
         self._port = port
@@ -178,9 +186,15 @@ class GroupApi(WeightApi):
         """Form the group, whose members meet at `store`; returns the trainer's end."""
 
     @abstractmethod
-    async def announce(
-        self, endpoint: WeightEndpoint, bucket: Bucket, version: int, doing: str, seconds: float
-    ) -> None:
+    async def open_update(self, endpoint: WeightEndpoint, until: Deadline) -> None:
+        """Ask the server to prepare for buckets."""
+
+    @abstractmethod
+    async def close_update(self, endpoint: WeightEndpoint, stamp: str | None, until: Deadline) -> None:
+        """Ask the server to put the weights in use, with their stamp; None: they are incomplete."""
+
+    @abstractmethod
+    async def announce(self, endpoint: WeightEndpoint, bucket: Bucket, stamp: str, doing: str, seconds: float) -> None:
         """Ask the server to receive a bucket over the group."""
 
     async def join_group(self, endpoint: WeightEndpoint, on_gpu: bool, until: Deadline) -> Channel:
@@ -198,12 +212,26 @@ class GroupApi(WeightApi):
             partial(self.form_group, where, store),
         )
 
+    async def begin(self, endpoint: WeightEndpoint, until: Deadline) -> None:
+        for attempt in range(OPENINGS):
+            try:
+                await self.open_update(endpoint, until)
+                return
+            except ServerError as error:
+                if attempt + 1 == OPENINGS or self.already_open not in error.message:
+                    raise
+            with suppress(ServerError):  # which reports that the update that broke off is incomplete
+                await self.close_update(endpoint, None, until)
+
+    async def end(self, endpoint: WeightEndpoint, stamp: str, until: Deadline) -> None:
+        await self.close_update(endpoint, stamp, until)
+
     async def push(
-        self, endpoint: WeightEndpoint, channel: Channel | None, bucket: Bucket, version: int, until: Deadline
+        self, endpoint: WeightEndpoint, channel: Channel | None, bucket: Bucket, stamp: str, until: Deadline
     ) -> None:
         assert channel is not None, "`join_group` made it"
         doing, seconds = f"{until.doing} ({bucket})", until.left(endpoint.server)
-        request = self.announce(endpoint, bucket, version, doing, seconds)
+        request = self.announce(endpoint, bucket, stamp, doing, seconds)
         await together(endpoint.server, doing, request, partial(channel.send, bucket.data, seconds))
 
 

@@ -7,7 +7,7 @@ import shutil
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,23 @@ Failures = list[tuple[WeightEndpoint, BaseException]]
 
 
 @dataclass(eq=False)
+class Holdings:
+    """One start of a server: what it holds of this run, and the connection to it. A restarted server holds nothing."""
+
+    start_id: str  # "" if the server does not report its starts
+    base: bool = False  # the adapters' base model
+    adapters: dict[str | None, list[str]] = field(default_factory=dict)  # by `WeightUpdate.adapter_name`, oldest first
+    copy: str | None = None  # label of its copy of the weights, for differences
+    channel: Channel | None = None
+    channel_kind: tuple[str, bool] | None = None  # method, and whether from a GPU; None: not connected
+
+    def disconnect(self) -> None:
+        channel, self.channel, self.channel_kind = self.channel, None, None
+        if channel is not None:
+            channel.close()
+
+
+@dataclass(eq=False)
 class WeightSender:
     """Sends versions of the policy to the servers of one backend; ValueError for an unknown method."""
 
@@ -41,19 +58,15 @@ class WeightSender:
         known = ("auto", *self.api.methods)
         if self.method not in known:
             raise ValueError(f"weights cannot be transferred by {self.method!r}; choose one of: {', '.join(known)}.")
+        self.run = uuid.uuid4().hex[:8]  # tells this run's weights from those of others
         self._shared_folder = self.folder is not None
         self._files = CheckpointDir(self.folder)
         self._loaded_folder: Path | None = None
-        # By URL: the key of the channel (start of the server, method, device), and the channel.
-        self._channels: dict[str, tuple[tuple[str, str, bool], Channel | None]] = {}
-        self._bases: set[tuple[str, str]] = set()  # URL and start of servers that hold the adapters' base model
+        self._servers: dict[str, Holdings] = {}  # by URL
         self._adapters: dict[int, str] = {}  # adapter names, by version
-        # Adapter names by URL, start and `WeightUpdate.adapter_name`, the oldest first.
-        self._loaded: dict[tuple[str, str], dict[str | None, list[str]]] = {}
         self._named: tuple[WeightUpdate, str] | None = None
         self._held = HeldWeights()  # copy of the last update, if servers are sent differences
         self._held_update: WeightUpdate | None = None  # the update that the copy holds
-        self._holders: dict[str, tuple[str, str]] = {}  # by URL: start of the server, and label of its copy
         self._told: set[str] = set()  # reasons for whole weights that a warning has named
 
     async def send(
@@ -72,6 +85,10 @@ class WeightSender:
         self._adapters.pop(update.version, None)
         return sent
 
+    def stamp(self, version: int) -> str:
+        """Name of this run's weights of `version`: servers record it together with the weights, and report it."""
+        return f"covey-{self.run}-{version}"
+
     def model_name(self, facts: ServerFacts, version: int) -> str:
         """Name of the model to sample `version` from: the server's own, or an adapter's with the version in it."""
         return self._adapters.get(version, facts.model)
@@ -85,22 +102,27 @@ class WeightSender:
 
     def invalidate(self, server: ServerClient) -> None:
         """Forget what a server holds, because it may have been restarted, unless it reports its starts."""
-        self._bases.discard((server.url, ""))
-        self._loaded.pop((server.url, ""), None)
-        if self._holders.get(server.url, ("", ""))[0] == "":
-            self._holders.pop(server.url, None)
-
-    def close(self) -> None:
-        for url in list(self._channels):
-            self._disconnect(url)
-        self._files.clear()
+        known = self._servers.get(server.url)
+        if known is not None and not known.start_id:
+            self.forget_server(server)
 
     def forget_server(self, server: ServerClient) -> None:
-        """Release the resources of a server that was removed from the pool."""
-        self._disconnect(server.url)
-        self._holders.pop(server.url, None)
-        for key in [key for key in self._loaded if key[0] == server.url]:
-            del self._loaded[key]
+        """Forget a server, and close the connection to it."""
+        known = self._servers.pop(server.url, None)
+        if known is not None:
+            known.disconnect()
+
+    def close(self) -> None:
+        for known in self._servers.values():
+            known.disconnect()
+        self._files.clear()
+
+    def _holdings(self, endpoint: WeightEndpoint) -> Holdings:
+        url = endpoint.server.url
+        if url not in self._servers or self._servers[url].start_id != endpoint.start_id:
+            self.forget_server(endpoint.server)
+            self._servers[url] = Holdings(endpoint.start_id)
+        return self._servers[url]
 
     async def _send_model(
         self, endpoints: list[WeightEndpoint], update: WeightUpdate, until: Deadline, *, held: bool = False
@@ -111,12 +133,12 @@ class WeightSender:
             sent = await self._send_differences(endpoints, update, method, until)
         else:
             for one in endpoints:  # they drop their copies
-                self._holders.pop(one.server.url, None)
+                self._holdings(one).copy = None
             if method == "disk":
                 await self._send_folder(endpoints, update, until)
             else:
                 buckets = pack(update, self.bucket_bytes, self.api.bucket_device, dense=self.api.dense)
-                raise_first(await self._send_buckets(endpoints, buckets, update.version, method, until))
+                raise_first(await self._send_buckets(endpoints, buckets, self.stamp(update.version), method, until))
         await all_of(self._confirm(endpoint, update.version, until) for endpoint in endpoints)
         return sent
 
@@ -146,7 +168,7 @@ class WeightSender:
         while rest:
             known = self._held_update is not None and self._held_update.specs == update.specs
             label = self._held.label if known else None
-            holders = [one for one in rest if label and self._holders.get(one.server.url) == (one.start_id, label)]
+            holders = [one for one in rest if label and self._holdings(one).copy == label]
             if label and self._held_update is update:
                 targets, labels, held = rest, Labels(label), None
                 source = replace(update, tensors=self._held.items)
@@ -154,13 +176,13 @@ class WeightSender:
                 targets, labels = holders or rest, Labels(uuid.uuid4().hex, label if holders else None)
                 source, held, self._held_update = update, self._held, update
             for one in targets:
-                self._holders.pop(one.server.url, None)
+                self._holdings(one).copy = None
             counted = BucketCount(pack(source, self.bucket_bytes, self.api.bucket_device, labels=labels, held=held))
-            failed = await self._send_buckets(targets, counted.buckets(), update.version, method, until)
+            failed = await self._send_buckets(targets, counted.buckets(), self.stamp(update.version), method, until)
             lost = [one for one, _ in failed]
             for one in targets:
                 if one not in lost and "differences" not in one.obstacles:
-                    self._holders[one.server.url] = one.start_id, labels.becomes
+                    self._holdings(one).copy = labels.becomes
             rejected = [one for one, error in failed if labels.base and _may_be_rejection(error)]
             failures += [(one, error) for one, error in failed if one not in rejected]
             for one, error in failed:
@@ -178,7 +200,8 @@ class WeightSender:
         stale: Path | None = folder
         try:
             await in_thread(lambda: self._files.write(update, folder.name, self.bucket_bytes))
-            await all_of(self.api.load_folder(endpoint, folder, update.version, until) for endpoint in endpoints)
+            stamp = self.stamp(update.version)
+            await all_of(self.api.load_folder(endpoint, folder, stamp, until) for endpoint in endpoints)
             if self.api.reopens_folder:
                 stale, self._loaded_folder = self._loaded_folder, folder
         finally:
@@ -186,7 +209,7 @@ class WeightSender:
                 shutil.rmtree(stale, ignore_errors=True)
 
     async def _send_buckets(
-        self, endpoints: list[WeightEndpoint], buckets: Buckets, version: int, method: str, until: Deadline
+        self, endpoints: list[WeightEndpoint], buckets: Buckets, stamp: str, method: str, until: Deadline
     ) -> Failures:
         """Push every bucket to every server; a server that fails is skipped from then on. Returns the failures."""
         pack_next = partial(next, buckets, None)
@@ -206,9 +229,9 @@ class WeightSender:
             await each(lambda endpoint: self._begin(endpoint, method, on_gpu, until))
             while bucket is not None and remaining:
                 gathering = asyncio.ensure_future(in_thread(pack_next))
-                await each(partial(self._push, bucket=bucket, version=version, until=until))
+                await each(partial(self._push, bucket=bucket, stamp=stamp, until=until))
                 bucket = await asyncio.shield(gathering)
-            await each(lambda endpoint: self.api.end(endpoint, version, until))
+            await each(lambda endpoint: self.api.end(endpoint, stamp, until))
         finally:
             try:
                 await asyncio.wait([gathering])
@@ -221,37 +244,32 @@ class WeightSender:
         await self._connect(endpoint, method, on_gpu, until)
         await self.api.begin(endpoint, until)
 
-    async def _push(self, endpoint: WeightEndpoint, bucket: Bucket, version: int, until: Deadline) -> None:
-        url = endpoint.server.url
+    async def _push(self, endpoint: WeightEndpoint, bucket: Bucket, stamp: str, until: Deadline) -> None:
+        known = self._holdings(endpoint)
         try:
-            await self.api.push(endpoint, self._channels[url][1], bucket, version, until)
+            await self.api.push(endpoint, known.channel, bucket, stamp, until)
         except BaseException:  # also when cancelled: the two ends may disagree about the bytes that were sent
-            self._disconnect(url)
+            known.disconnect()
             raise
 
     async def _abandon(self, endpoint: WeightEndpoint) -> None:
-        self._disconnect(endpoint.server.url)
+        self._holdings(endpoint).disconnect()
         await self.api.abandon(endpoint)
 
     async def _confirm(self, endpoint: WeightEndpoint, version: int, until: Deadline) -> None:
-        server = endpoint.server
-        found = await self.api.read_version(server, until.left(server))
-        if found != str(version):
-            message = f"afterwards it reports weights of version {found!r}, not '{version}'"
+        server, stamp = endpoint.server, self.stamp(version)
+        found = await self.api.read_stamp(server, until.left(server))
+        if found != stamp:
+            message = f"afterwards it reports weights of version {found!r}, not {stamp!r}"
             raise BadAnswer(server.url, until.doing, message, "Does another trainer send weights to it?")
 
     async def _connect(self, endpoint: WeightEndpoint, method: str, on_gpu: bool, until: Deadline) -> Channel | None:
-        url, wanted = endpoint.server.url, (endpoint.start_id, method, on_gpu)
-        known = self._channels.get(url)
-        if known is None or known[0] != wanted:
-            self._disconnect(url)
-            self._channels[url] = wanted, await self.api.join_group(endpoint, on_gpu, until)
-        return self._channels[url][1]
-
-    def _disconnect(self, url: str) -> None:
-        _, channel = self._channels.pop(url, (None, None))
-        if channel is not None:
-            channel.close()
+        known = self._holdings(endpoint)
+        if known.channel_kind != (method, on_gpu):
+            known.disconnect()
+            known.channel = await self.api.join_group(endpoint, on_gpu, until)
+            known.channel_kind = method, on_gpu
+        return known.channel
 
     async def _send_adapter(
         self, endpoints: list[WeightEndpoint], update: WeightUpdate, config: dict[str, Any], until: Deadline
@@ -277,8 +295,8 @@ class WeightSender:
             encoded, on_gpu = await in_thread(partial(self.api.encode_adapter, bucket)), bucket.data.is_cuda
 
         async def load(endpoint: WeightEndpoint) -> None:
-            server = endpoint.server
-            loaded = self._loaded.setdefault((server.url, endpoint.start_id), {}).setdefault(update.adapter_name, [])
+            known = self._holdings(endpoint)
+            loaded = known.adapters.setdefault(update.adapter_name, [])
             if name in loaded:
                 return
             source, channel = (encoded if endpoint in far else folder), None
@@ -288,7 +306,7 @@ class WeightSender:
                 await self.api.load_adapter(endpoint, name, config, source, channel, until)
             except BaseException:
                 if channel is not None:
-                    self._disconnect(server.url)
+                    known.disconnect()
                 raise
             loaded.append(name)
             while len(loaded) > self.api.adapters_kept:
@@ -296,11 +314,11 @@ class WeightSender:
 
         await all_of(load(endpoint) for endpoint in endpoints)
         self._adapters[update.version] = name
-        version = str(update.version)
-        await all_of(self.api.write_version(one.server, version, until.left(one.server)) for one in endpoints)
+        stamp = self.stamp(update.version)
+        await all_of(self.api.write_stamp(one.server, stamp, until.left(one.server)) for one in endpoints)
         await all_of(self._confirm(endpoint, update.version, until) for endpoint in endpoints)
         # A server reloads what it dropped from its slots, so a folder stays until no server lists its adapter.
-        kept = {name for one in self._loaded.values() for names in one.values() for name in names}
+        kept = {name for known in self._servers.values() for names in known.adapters.values() for name in names}
         for number, old in list(self._adapters.items()):
             if old not in kept:
                 del self._adapters[number]
@@ -314,11 +332,12 @@ class WeightSender:
         if update.base is None:
             return
         model = config.get("base_model_name_or_path")
-        new = [one for one in endpoints if (one.server.url, one.start_id) not in self._bases]
+        new = [one for one in endpoints if not self._holdings(one).base]
         lacking = [one for one in new if not model or not await self.api.has_base(one, model, until)]
         if lacking:
             await self._send_model(lacking, update.base, until)
-        self._bases |= {(one.server.url, one.start_id) for one in new}  # not before: a failed attempt is repeated
+        for one in new:  # not before: a failed attempt is repeated
+            self._holdings(one).base = True
 
 
 @dataclass(eq=False)

@@ -3,7 +3,6 @@
 import asyncio
 import math
 import time
-import uuid
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -43,7 +42,6 @@ class ServerWeights:
     sends: bool = False  # this process sends them
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)  # while weights change, or servers fall asleep or wake
     _asleep: bool = False
-    _run: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
     _excluded: dict[PoolMember, ServerError] = field(default_factory=dict)  # they respond but fail to load weights
     _failures: Counter[PoolMember] = field(default_factory=Counter)  # of weight updates to servers that came back
     _latest: dict[str | None, WeightUpdate] = field(default_factory=dict)  # by adapter name; the last one sent is last
@@ -139,8 +137,6 @@ class ServerWeights:
                 for one in updates:
                     sent = await self._send(members, one, until, doing)
                 members = await self.pool.each(members, self.api.clear_prefix_cache)
-                stamp, write = f"covey-{self._run}-{update.version}", self.sender.api.write_version
-                members = await self.pool.each(members, lambda server, left: write(server, stamp, left))
         finally:
             members = await self.pool.each(members, self.api.resume)
         for member in members:
@@ -254,10 +250,10 @@ class ServerWeights:
 
     async def _holds_version(self, member: PoolMember) -> bool:
         """Tell whether the server holds the weights recorded for it; `ServerRefused` if another run sends it some."""
-        stamp = await self.sender.api.read_version(member.server, QUICK_SECONDS)
+        stamp = await self.sender.api.read_stamp(member.server, QUICK_SECONDS)
         _, _, rest = stamp.partition("covey-")
         run, _, version = rest.partition("-")
-        if run and self.sends and run != self._run:
+        if run and self.sends and run != self.sender.run:
             message = f"another run has sent it weights (it is stamped {stamp!r})"
             raise ServerRefused(member.url, "sample for this run", message, "Give every run servers of its own.")
         return version == str(member.version)
