@@ -145,7 +145,7 @@ def check(action="raise", gather=lambda mine: [mine], traits=None, rescore=score
     codec = SimpleNamespace(tokenizer=SimpleNamespace(bos_token_id=BOS))
     params = SamplingParams(max_tokens=16, top_k=top_k)
     made = EngineCheck(run, SimpleNamespace(codec=codec, spec=spec), params, traits or EngineTraits(), rescore)
-    made.versions = None  # the first comparisons alone
+    made.stale_weights = None  # the first comparisons alone
     return made
 
 

@@ -23,9 +23,10 @@ from covey.core.routes import are_known, differing
 from covey.core.stats import Mean, Stat
 from covey.policy.scoring import first_and_last
 from covey.rollout.collector import Collector
-from covey.trainer.engine_check.staleness import VersionTest
+from covey.trainer.engine_check.stale_weights import StaleWeightsTest
 from covey.trainer.run import Run
 
+RARELY = 8  # versions between tests for stale weights in async runs, which sample rollouts for each test
 CHECKS = 2  # rollout batches that are compared: the second follows an update, which an engine must have taken
 # Mean difference, in nats, that rounding may explain, by bytes of the narrowest number format on either side.
 ROUNDING = {4: 0.01, 2: 0.1, 1: 0.3}
@@ -296,9 +297,8 @@ class EngineCheck:
         self._plays = collector.spec is not None  # rollouts are more than the engine's completions
         looks = self.comparable and self._action != "off"
         self._left, self._asked = CHECKS if looks else 0, 0
-        # Tests for stale weights throughout the run.
-        versions = VersionTest(lambda: run.policy, lambda: run.step)
-        self.versions = versions if looks and not traits.shares_policy else None
+        stale_weights = StaleWeightsTest(lambda: run.policy, lambda: run.step, RARELY if args.max_staleness else 1)
+        self.stale_weights = stale_weights if looks and not traits.shares_policy else None
         self._agreed = self._warned = False
         self._replays = args.routing_replay == "R3"
         asked = self._replays or (traits.returns_routes and not self._plays)  # rollouts of users may come without
@@ -319,7 +319,9 @@ class EngineCheck:
     def wants_samples(self) -> bool:
         """True if samples for the check alone are wanted: for the first comparisons, or to test for stale weights."""
         self._asked += bool(self._left)
-        return (self.versions is not None and self.versions.due()) or (self._left > 0 and self._asked <= CHECKS)
+        return (self.stale_weights is not None and self.stale_weights.due()) or (
+            self._left > 0 and self._asked <= CHECKS
+        )
 
     def __call__(self, batch: TrainBatch, fresh: Tensor | None = None) -> dict[str, Stat]:
         """Compare a rollout batch; `fresh` [R] are the rollouts of the current weights (None: all). Collective.
@@ -331,14 +333,14 @@ class EngineCheck:
             ValueError: the engine's log-probs differ, and engine_parity='raise'; or they are unusable.
         """
         self._check_reported(batch)
-        looks = self.versions is not None and (self.versions.due() | self.versions.moved())
-        if not (looks or self._left):
+        test = self.stale_weights if self.stale_weights is not None and self.stale_weights.due() else None
+        if test is None and not self._left:
             return {}
         comparable = batch if fresh is None else batch.select(fresh)
         if not self._replays:
             comparable = comparable.unrouted()
-        if looks:
-            self._test_versions(comparable)
+        if test is not None:
+            self._test_stale_weights(test, comparable)
         if not self._left:
             return {}
         stats = self._compare_routes(batch if fresh is None else batch.select(fresh))
@@ -371,22 +373,14 @@ class EngineCheck:
             raise ValueError(problem)
         warnings.warn(f"{problem} Continuing because engine_parity='warn'.", stacklevel=3)
 
-    def _test_versions(self, batch: TrainBatch) -> None:
+    def _test_stale_weights(self, test: StaleWeightsTest, batch: TrainBatch) -> None:
         """Compare what current and earlier weights make of a few rollouts. Collective."""
-        assert self.versions is not None, "called where there is a test"
-        test = self.versions
-        few, usable = self._few(batch)
-
-        def of_all(measure: Callable[..., list[float] | None], *settings: bool) -> list[list[float]]:
-            asked = usable or self._together
-            mine = measure(few, lambda rollouts: self.rescore(rollouts, self.temperature), *settings) if asked else None
-            return [share for share in self._gather(mine) if share is not None]
-
-        problem = test.finding(of_all(test.preferences)) if test.due() else None
-        if problem is None and test.moved() and test.jumped(of_all(test.difference)):
-            problem = test.finding(of_all(test.preferences, True), last=True)
+        (few, usable), sums = self._few(batch), None
+        if usable or self._together:
+            sums = test.preferences(few, lambda rollouts: self.rescore(rollouts, self.temperature))
+        problem = test.finding([share for share in self._gather(sums) if share is not None])
         if problem is not None:
-            self.versions = None
+            self.stale_weights = None
             self._complain(f"{problem} {ADVICE}")
 
     def _few(self, batch: TrainBatch) -> tuple[TrainBatch, bool]:

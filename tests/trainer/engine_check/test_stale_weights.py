@@ -9,8 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from covey.core.batch import TrainBatch
-from covey.trainer.engine_check import staleness
-from covey.trainer.engine_check.staleness import COMPARED_AT, Snapshot, VersionTest
+from covey.trainer.engine_check.stale_weights import Snapshot, StaleWeightsTest
 from tests.support import runs, tiny
 from tests.support.engines import CopyEngine
 
@@ -53,6 +52,16 @@ def test_the_smallest_weights_are_copied_up_to_the_limit():
         assert same(values(model), before) == [True, False, False]
 
 
+def test_weights_may_move_after_they_were_copied():
+    """As when a policy is offloaded while an engine samples."""
+    model = layers()
+    before, snapshot = values(model), Snapshot(model)
+    for weight in model.parameters():
+        weight.data = weight.data.clone() + 1.0
+    with torch.no_grad(), snapshot.in_place():
+        assert same(values(model), before) == [True, False, True]
+
+
 def test_shards_are_copied_of_weights_that_are_gathered():
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
     try:
@@ -65,11 +74,7 @@ def test_shards_are_copied_of_weights_that_are_gathered():
             assert model(torch.ones(1, 2)).item() == 6
             with snapshot.in_place():
                 assert model(torch.ones(1, 2)).item() == 2
-            snapshot.renew()
-            model[0].weight.to_local().fill_(5.0)
-            with snapshot.in_place():
-                assert model(torch.ones(1, 2)).item() == 6
-            assert model(torch.ones(1, 2)).item() == 10
+            assert model(torch.ones(1, 2)).item() == 6
     finally:
         torch.distributed.destroy_process_group()
 
@@ -77,10 +82,10 @@ def test_shards_are_copied_of_weights_that_are_gathered():
 class Run:
     """A test of versions whose model scores every token with its only weight."""
 
-    def __init__(self):
+    def __init__(self, **settings):
         self.model, self.version = nn.Linear(1, 1, bias=False), 0
         self.model.weight.data.fill_(0.0)
-        self.test = VersionTest(lambda: self.model, lambda: self.version)
+        self.test = StaleWeightsTest(lambda: self.model, lambda: self.version, **settings)
         assert not self.test.due()
 
     def step(self):
@@ -102,8 +107,8 @@ class Run:
     def rescore(self, batch):
         return self.model.weight.detach().view(1).expand(batch.num_tokens).clone()
 
-    def look(self, *engine, last=False):
-        return self.test.preferences(self.few(*engine), self.rescore, last)
+    def preferences(self, *engine):
+        return self.test.preferences(self.few(*engine), self.rescore)
 
 
 def test_each_token_prefers_the_closer_version():
@@ -111,7 +116,7 @@ def test_each_token_prefers_the_closer_version():
     run.step()  # from 0 to 1: the engine's -1, 0, 0.25, 0.5 and 1 are -1 to 1 closer to the earlier one
     assert run.test.due()
     preferences = [(2 - 1) / 3, (1 - 0) / 1, (0.75 - 0.25) / 1, 0.0, (0 - 1) / 1]
-    total, squares, sizes, now, then, tokens = run.look(-1.0, 0.0, 0.25, 0.5, 1.0)
+    total, squares, sizes, now, then, tokens = run.preferences(-1.0, 0.0, 0.25, 0.5, 1.0)
     assert total == pytest.approx(sum(preferences))
     assert squares == pytest.approx(sum(one**2 for one in preferences))
     assert sizes == pytest.approx(sum(map(abs, preferences)))
@@ -119,76 +124,66 @@ def test_each_token_prefers_the_closer_version():
     assert run.model.weight.item() == 1.0
 
 
-def test_preferences_of_one_sign_count_over_looks_until_they_suffice():
+def test_preferences_of_one_sign_add_up_until_they_suffice():
     run = Run()
     run.step()
-    assert run.test.finding([run.look(*[0.0] * 20)]) is None  # 20 / sqrt(20) = 4.5
+    assert run.test.due()
+    assert run.test.finding([run.preferences(*[0.0] * 20)]) is None  # 20 / sqrt(20) = 4.5
     assert run.test.finding([]) is None  # no process had anything to compare
     run.step()
     assert run.test.due()
-    found = run.test.finding([run.look(*[0.0] * 10), run.look(*[0.0] * 10)])  # 40 / sqrt(40) = 6.3, of two processes
+    found = run.test.finding(
+        [run.preferences(*[0.0] * 10), run.preferences(*[0.0] * 10)]
+    )  # 40 / sqrt(40) = 6.3, of two processes
     assert "stale weights: 40 of its log-probs are explained better by weights of about step 0" in found
     assert "(mean difference 0 nats) than by those of step 2, which it should sample with (1.5)" in found
 
 
 def test_a_healthy_past_is_no_credit_nor_split_preferences_evidence():
+    run, found = Run(), []
+    for engine in (
+        [1.0] * 30,  # 30 / sqrt(30) = 5.5 for the current weights, 1: not enough to copy them
+        [0.0] * 700 + [2.0] * 300,  # 400 of 1000 by size for the copy: too divided
+        [0.0] * 1000,
+    ):
+        run.step()
+        while not run.test.due():
+            run.step()
+        found.append(run.test.finding([run.preferences(*engine)]))
+    assert found[:2] == [None, None] and found[2] is not None
+
+
+def test_the_current_weights_are_copied_where_they_win():
     run = Run()
+    for _ in range(3):
+        run.step()
+        assert run.test.due()
+        assert run.test.finding([run.preferences(*[run.model.weight.item()] * 40)]) is None
     run.step()
-    assert run.test.finding([run.look(*[1.0] * 1000)]) is None
-    run.step()
-    assert run.test.finding([run.look(*[0.0] * 70, *[2.0] * 30)]) is None  # 40 of 100 preferences by size: too divided
-    run.step()
-    assert run.test.finding([run.look(*[0.0] * 1000)]) is not None
+    assert run.test.due()
+    found = run.test.finding([run.preferences(*[3.0] * 40)])  # it has stayed behind
+    assert "by weights of about step 3" in found
 
 
-def test_looks_are_far_apart_and_a_new_copy_follows_the_last():
-    run, looked = Run(), []
-    for version in range(2 * COMPARED_AT[-1] + 1):
+def test_comparisons_are_spaced_while_the_current_weights_win():
+    run, compared = Run(spacing=4), []
+    for version in range(12):
         if run.test.due():
-            looked.append(version)
-            run.test.finding([run.look(float(version))])
+            compared.append(version)
+            assert run.test.finding([run.preferences(*[float(version)] * 40)]) is None
+        run.step()
+    assert compared == [1, 5, 9]
+
+
+def test_a_copy_is_kept_and_compared_more_rarely_where_no_version_wins():
+    run, compared = Run(), []
+    for version in range(20):
+        if run.test.due():
+            compared.append(version)
+            assert run.test.finding([run.preferences(0.0, float(version))]) is None  # one token for each
             assert not run.test.due()
         run.step()
-    assert looked == [*COMPARED_AT, *(COMPARED_AT[-1] + age for age in COMPARED_AT)]
-
-
-def differences(run, *engine):
-    """The first half of a rollout batch's comparison: is the last version to be asked?"""
-    assert run.test.moved()
-    few = run.few(*engine)
-    asked = run.test.jumped([run.test.difference(few, run.rescore)])
-    assert not run.test.moved()
-    return asked
-
-
-def test_the_last_version_is_asked_when_the_difference_jumps():
-    run = Run()
-    assert not differences(run, *[0.125] * 40)  # version 0: the rounding of this engine
-    run.step()
-    assert not differences(run, *[1.25] * 40)  # twice as much
-    run.step()
-    assert differences(run, *[1.0] * 40)  # it has stayed behind
-    assert "by weights of about step 1" in run.test.finding([run.look(*[1.0] * 40, last=True)], last=True)
-
-
-def test_a_difference_that_no_version_explains_is_rounding():
-    run = Run()
-    assert not differences(run, *[0.0] * 40)
-    run.step()
-    assert differences(run, *[1.25, 0.75] * 20)
-    assert run.test.finding([run.look(*[1.25, 0.75] * 20, last=True)], last=True) is None
-    run.step()
-    assert not differences(run, *[2.25, 1.75] * 20)
-
-
-def test_preferences_for_the_last_version_add_up_until_they_suffice():
-    run = Run()
-    assert not differences(run, *[0.0] * 20)
-    for _ in range(2):
-        run.step()
-        assert differences(run, *[0.0] * 20)
-        found = run.test.finding([run.look(*[0.0] * 20, last=True)], last=True)
-    assert "40 of its log-probs are explained better by weights of about step 0" in found  # 20 are too few
+    assert compared == [1, 2, 4, 8, 16]
 
 
 # ---- in a run --------------------------------------------------------------------------------------------------------
@@ -259,9 +254,8 @@ def test_a_warning_is_given_once(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("rate", "bf16"), [(1e-6, False), (1e-3, True)])
 def test_a_healthy_engine_is_not_accused_and_nothing_changes(tmp_path, monkeypatch, rate, bf16):
-    monkeypatch.setattr(staleness, "COMPARED_AT", (1,))
-    looks, preferences = itertools.count(), VersionTest.preferences
-    monkeypatch.setattr(VersionTest, "preferences", lambda *given: (next(looks), preferences(*given))[1])
+    calls, preferences = itertools.count(), StaleWeightsTest.preferences
+    monkeypatch.setattr(StaleWeightsTest, "preferences", lambda *given: (next(calls), preferences(*given))[1])
     trained = []
     for parity in ("raise", "off"):
         healthy = trainer(
@@ -269,5 +263,5 @@ def test_a_healthy_engine_is_not_accused_and_nothing_changes(tmp_path, monkeypat
         )
         healthy.train()
         trained.append(runs.weights(healthy))
-    assert next(looks) == 11
+    assert next(calls) >= 4
     assert all(same(*trained))
