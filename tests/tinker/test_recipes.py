@@ -22,6 +22,14 @@ pytestmark = [
 ]
 
 MODEL = ["model_name=./model", "renderer_name=qwen3_instruct"]
+GRADER = [
+    *("grader_llm_name=./model", "grader_renderer_name=qwen3_instruct"),
+    *("train_jsonl_path=rubric.jsonl", "test_jsonl_path=rubric.jsonl"),
+]
+TEACHERS = [
+    *("deepmath_teacher_model=./model", "tulu3_teacher_model=./model"),
+    *("deepmath_groups_per_batch=1", "tulu3_groups_per_batch=1"),
+]
 RECIPES = {  # module, flags, and the operations of a client that each of its steps has
     "arithmetic": (
         "math_rl.train",
@@ -46,6 +54,29 @@ RECIPES = {  # module, flags, and the operations of a client that each of its st
     "prompt_distillation": (
         "prompt_distillation.train",
         [*MODEL, "file_path=talk.jsonl", "batch_size=4", "eval_every=0"],
+    ),
+    "gsm8k": (
+        "math_rl.train",
+        [*MODEL, "env=gsm8k", "loss_fn=importance_sampling", "groups_per_batch=2", "group_size=2"],
+    ),
+    "chat_sl": ("chat_sl.train", [*MODEL, "dataset=talk.jsonl", "batch_size=4"]),
+    "dpo": ("preference.dpo.train", [*MODEL, "batch_size=2"]),
+    "rubric": (
+        "rubric.train",
+        [*MODEL, *GRADER, "groups_per_batch=2", "train_group_size=2", "max_tokens=4", "eval_every=0"],
+    ),
+    "sdft": ("sdft.train", [*MODEL, "groups_per_batch=2", "max_tokens=4", "topk=5", "eval_every=0"]),
+    "on_policy_distillation": (
+        "distillation.on_policy_distillation",
+        [*MODEL, "teacher_model=./model", "groups_per_batch=2", "group_size=2", "max_tokens=4", "eval_every=0"],
+    ),
+    "on_policy_multi_teacher": (
+        "distillation.on_policy_multi_teacher",
+        [*MODEL, *TEACHERS, "group_size=2", "max_tokens=4", "eval_every=0"],
+    ),
+    "off_policy_reasoning": (
+        "distillation.off_policy_reasoning",
+        [*MODEL, "batch_size=4", "buffer_size=16", "max_prompts=16"],
     ),
 }
 
@@ -78,6 +109,21 @@ def place(tmp_path_factory):
         "default",
         {"train": [{"messages": talk}] * 16, "test": [{"messages": talk}]},
     )
+    pairs = [
+        {"chosen": f"{turn}: It is.", "rejected": f"{turn}: No idea."}
+        for turn in (f"\n\nHuman: Is {n} even?\n\nAssistant" for n in range(16))
+    ]
+    dataset(folder / "Anthropic/hh-rlhf", "default", {"train": pairs, "test": pairs[:2]})
+    dataset(folder / "zwhe99/DeepMath-103K", "default", {"train": sums})
+    dataset(folder / "allenai/tulu-3-sft-mixture", "default", {"train": [{"messages": talk}] * 16})
+    turns = [{"from": "human", "value": "Say a word."}, {"from": "gpt", "value": "Word."}]
+    dataset(folder / "open-thoughts/OpenThoughts3-1.2M", "default", {"train": [{"conversations": turns}] * 16})
+    choices = {"choices": {"label": ["A", "B"], "text": ["yes", "no"]}, "answerKey": "A", "type": "mcq-4-choices"}
+    asked = {"domain": "Chemistry", "details": {"level": "L3"}, **choices}
+    dataset(folder / "hicai-zju/SciKnowEval", "default", {"test": [{**one, **asked} for one in sums]})
+    item = {"rubric_str": "Is it right?", "extraction_regex": "(.*)", "grader_output_format_instruction": "Say it."}
+    graded = [{"convo": talk[:1], "rubric_items": [item]}] * 8
+    (folder / "rubric.jsonl").write_text("".join(json.dumps(one) + "\n" for one in graded))
     return folder
 
 
@@ -110,9 +156,9 @@ def test_a_recipe_takes_two_steps(recipe, place):
         "PYTHONPATH",
         *program,
     ]
-    environment = os.environ | {"TINKER_COOKBOOK_RUNS_DIR": str(place / f"{recipe}-runs")}
+    own = {"TINKER_COOKBOOK_RUNS_DIR": str(place / f"{recipe}-runs"), "HF_DATASETS_CACHE": str(place / "cache")}
     done = subprocess.run(
-        [*command, f"log_path={place / recipe}"], cwd=place, env=environment, capture_output=True, text=True
+        [*command, f"log_path={place / recipe}"], cwd=place, env=os.environ | own, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
     lines = log.read_text()
