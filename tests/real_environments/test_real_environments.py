@@ -1,19 +1,25 @@
-"""Environments from the package index, unmodified: OpenEnv's echo in its server, marble-v1 of verifiers.
+"""Environments of the package index, unmodified: OpenEnv's echo in its server, marble-v1 of verifiers; and a game and a
+team that are made with these packages.
 
 `make test-environments` has the packages; elsewhere these tests are skipped.
 """
 
 import json
 import runpy
+import socket
+import subprocess
 import sys
+import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from covey.core.records import FinishReason
 from covey.core.transcript import as_text
-from covey.rollout.environments import OpenEnvironment, VerifiersEnvironment
+from covey.rollout.environments import OpenEnvGame, OpenEnvironment, VerifiersEnvironment
 from covey.rollout.environments.agent import PlayedTeam
+from covey.rollout.environments.game import PlayedGame
 from covey.rollout.user_functions import RolloutFunction, RolloutValidator
 from tests.support import records, tiny
 from tests.support.playing import TOKENIZER, play, says
@@ -67,6 +73,67 @@ def test_openenvs_echo_is_learned_from_in_ten_steps(tmp_path, example):
     assert len(rewards) == 10 and failed == [0.0] * 10
     assert sum(rewards[-3:]) > sum(rewards[:3]) and rewards[-1] <= 1
     assert prompts == {"user: Echo Env environment ready!"}
+
+
+@contextmanager
+def served(app):
+    """The address of a server of this folder; it ends with the context."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "uvicorn", app, "--port", str(port), "--log-level", "error"]
+    server = subprocess.Popen(command, cwd=Path(__file__).parent)
+    try:
+        while server.poll() is None:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def duel(address):
+    return OpenEnvGame(
+        address,
+        "text",
+        roles=("first", "second"),
+        turn=lambda heard: heard["player"] or None,
+        show=lambda heard, role: f"You are {role}. You heard {heard['last']}.",
+        rewards=lambda heard: heard["points"] or {"first": 0.0, "second": 0.0},  # an answer was cut off
+        outcome=lambda heard: "draw" if heard["points"].get("first") == 0 else None,
+        instructions="Say more. ",
+        max_environments=4,
+    )
+
+
+def test_two_players_meet_in_a_server_of_openenv():
+    pytest.importorskip("openenv")
+    with served("duel_server:app") as address:
+        game = duel(address)
+        agent = PlayedGame(game, 20.0, RolloutValidator(1000, None))
+        first, second = play(agent, says("aa", "b"), game.dataset(1), group=2)  # both say the same
+        seats = {"second": lambda messages: "a"}
+        (won,) = play(agent, says("aa", "b"), game.dataset(1), group=1, rollouts_per_game=1, seats=seats)
+    assert [one.role for one in (first, second)] == ["first", "second"]
+    assert [len(one.turn_ends) for one in (first, second)] == [2, 2]
+    assert second.prompt[-1]["content"] == "Say more. You are second. You heard aa."
+    assert first.extras["outcome"] == "draw" and first.extras["environment_reward"] == 0.0
+    assert (won.role, won.extras["environment_reward"]) == ("first", 1.0)
+    assert won.completion[1]["content"] == "You are first. You heard a."
+
+
+def test_both_players_in_a_server_of_openenv_are_trained(tmp_path):
+    pytest.importorskip("openenv")
+    settings = {"rollouts_per_game": 2, "compare": "role", "max_completion_length": 48, "max_steps": 2}
+    with served("duel_server:app") as address:
+        game = duel(address)
+        made, _, failed = trained(tmp_path, game, game.dataset(16), **settings)
+    assert failed == [0.0] * 2
+    assert {"roles/first/reward", "roles/second/reward"} <= made.state.log_history[0].keys()
+    assert {row["role"] for row in records.rows(tmp_path)} == {"first", "second"}
 
 
 @pytest.fixture

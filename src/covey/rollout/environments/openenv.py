@@ -135,6 +135,7 @@ class OpenEnvGame:
             environment is done.
         show: (observation, role) -> text or messages for that role; by default the observation as of `OpenEnvironment`.
         rewards: last observation -> reward by role; by default each role has the sum of the rewards of its own moves.
+            An answer that is cut off ends a game, so the last observation may be of one that is not over.
         outcome: last observation -> text for the record ("draw" is counted), or None.
         instructions: the user's message before the first observation.
         system: a system message, or None.
