@@ -198,3 +198,34 @@ def test_a_game_that_fails_before_its_first_move_has_no_length(tmp_path):
     assert runs.history(run, "completions/mean_length") == [sum(played) / 6]
     assert runs.history(run, "roles/first/mean_length") == [sum(played[::2]) / 3]
     assert runs.history(run, "rollouts/failed") == [0.25]
+
+
+class Guess:
+    """Each player says one text; every game is a draw."""
+
+    roles = ("first", "second")
+
+    def reset(self):
+        self.said = []
+
+    def turn(self):
+        return self.roles[len(self.said)] if len(self.said) < 2 else None
+
+    def observe(self, role):
+        return role
+
+    def move(self, role, text):
+        self.said.append(text)
+
+    def rewards(self):
+        return dict.fromkeys(self.roles, 0.0)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_game_has_no_tools_whose_calls_are_counted(tmp_path):
+    rows = [{"prompt": [{"role": "user", "content": f"game {number}"}]} for number in range(8)]
+    parts = {"environment_factory": Guess, "reward_funcs": None, "train_dataset": rows}
+    run = runs.trainer(tmp_path, parts=parts, rollouts_per_game=2, num_generations=4, max_steps=1)
+    run.train()
+    assert "roles/first/reward" in run.state.log_history[0]
+    assert not [name for name in run.state.log_history[0] if name.startswith("tools/")]

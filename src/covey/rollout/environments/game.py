@@ -34,6 +34,7 @@ class PlayedGame(GroupFunction):
     """Plays games and returns a rollout for each seat of the policy, with its role, reward and outcome."""
 
     gives_reward, text_only = True, True
+    schemas = ()  # no tools, so that no calls are counted
 
     def __init__(self, factory: Callable[[], Any], timeout: float, limits: RolloutValidator):
         super().__init__(self._play, timeout, limits)
