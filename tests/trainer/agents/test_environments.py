@@ -285,7 +285,7 @@ def test_few_environments_are_enough_for_a_rollout_batch(tmp_path):
 def test_waiting_for_an_environment_is_not_the_rollouts_own_time(tmp_path):
     class Slow(Talk):
         async def step(self, text):
-            await asyncio.sleep(0.15)
+            await asyncio.sleep(0.5)
             return Talk.step(self, text)
 
     class Scarce:
@@ -295,8 +295,8 @@ def test_waiting_for_an_environment_is_not_the_rollouts_own_time(tmp_path):
         def __call__(self):
             return Slow()
 
-    trained = trainer(tmp_path, Scarce(), says("12"), rows=[{"seed": i} for i in range(8)], rollout_timeout=0.8)
-    trained.train()  # the last of 8 waits for a second
+    trained = trainer(tmp_path, Scarce(), says("12"), rows=[{"seed": i} for i in range(8)], rollout_timeout=3.6)
+    trained.train()  # the last of 8 is over after 4 seconds, of which half a second is its own
     assert trained.state.log_history[0]["rollouts/failed"] == 0
 
 
