@@ -18,35 +18,33 @@ from covey.rollout.environments import OpenEnvironment
 
 
 @contextmanager
-def echo_server():
-    """The address of a server; it ends with the context."""
-    openenv = Path(sys.executable).with_name("openenv")
+def served(app, folder):
+    """The address of a server of `app`, as in module:name of that folder; it ends with the context."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    command = [sys.executable, "-m", "uvicorn", app, "--port", str(port), "--log-level", "error"]
+    server = subprocess.Popen(command, cwd=folder)
+    try:
+        while server.poll() is None:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait()
+
+
+@contextmanager
+def echo_server():
+    """The address of a server of the environment that `openenv init` makes."""
+    openenv = Path(sys.executable).with_name("openenv")
     with TemporaryDirectory() as folder:
         subprocess.run([openenv, "init", "echo_env"], cwd=folder, check=True, capture_output=True)
-        serve = [
-            sys.executable,
-            "-m",
-            "uvicorn",
-            "echo_env.server.app:app",
-            "--port",
-            str(port),
-            "--log-level",
-            "error",
-        ]
-        server = subprocess.Popen(serve, cwd=folder)
-        try:
-            while server.poll() is None:
-                with socket.socket() as probe:
-                    if probe.connect_ex(("127.0.0.1", port)) == 0:
-                        break
-                time.sleep(0.2)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            server.terminate()
-            server.wait()
+        with served("echo_env.server.app:app", folder) as address:
+            yield address
 
 
 def main():

@@ -68,7 +68,7 @@ __all__ = [*_HOMES, "__version__"]
 
 
 _DISTILLATION = ("GKD", "GOLD", "IWOPD", "SDFT", "SDPO", "AsyncDistillation", "ServerDistillation")
-"""Trainers and configs of TRL in whose place others are here."""
+"""Names of TRL's trainers and configs of distillation, without the ending, that Covey does not have."""
 
 
 def __getattr__(name: str) -> Any:

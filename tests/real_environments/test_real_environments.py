@@ -6,11 +6,7 @@ team that are made with these packages.
 
 import json
 import runpy
-import socket
-import subprocess
 import sys
-import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -75,24 +71,12 @@ def test_openenvs_echo_is_learned_from_in_ten_steps(tmp_path, example):
     assert prompts == {"user: Echo Env environment ready!"}
 
 
-@contextmanager
-def served(app):
-    """The address of a server of this folder; it ends with the context."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "uvicorn", app, "--port", str(port), "--log-level", "error"]
-    server = subprocess.Popen(command, cwd=Path(__file__).parent)
-    try:
-        while server.poll() is None:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.2)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.terminate()
-        server.wait()
+@pytest.fixture
+def duel_server(example):
+    """The address of a server of the game."""
+    pytest.importorskip("openenv")
+    with example("environment_openenv.py")["served"]("duel_server:app", Path(__file__).parent) as address:
+        yield address
 
 
 def duel(address):
@@ -109,14 +93,12 @@ def duel(address):
     )
 
 
-def test_two_players_meet_in_a_server_of_openenv():
-    pytest.importorskip("openenv")
-    with served("duel_server:app") as address:
-        game = duel(address)
-        agent = PlayedGame(game, 20.0, RolloutValidator(1000, None))
-        first, second = play(agent, says("aa", "b"), game.dataset(1), group=2)  # both say the same
-        seats = {"second": lambda messages: "a"}
-        (won,) = play(agent, says("aa", "b"), game.dataset(1), group=1, rollouts_per_game=1, seats=seats)
+def test_two_players_meet_in_a_server_of_openenv(duel_server):
+    game = duel(duel_server)
+    agent = PlayedGame(game, 20.0, RolloutValidator(1000, None))
+    first, second = play(agent, says("aa", "b"), game.dataset(1), group=2)  # both say the same
+    seats = {"second": lambda messages: "a"}
+    (won,) = play(agent, says("aa", "b"), game.dataset(1), group=1, rollouts_per_game=1, seats=seats)
     assert [one.role for one in (first, second)] == ["first", "second"]
     assert [len(one.turn_ends) for one in (first, second)] == [2, 2]
     assert second.prompt[-1]["content"] == "Say more. You are second. You heard aa."
@@ -125,12 +107,10 @@ def test_two_players_meet_in_a_server_of_openenv():
     assert won.completion[1]["content"] == "You are first. You heard a."
 
 
-def test_both_players_in_a_server_of_openenv_are_trained(tmp_path):
-    pytest.importorskip("openenv")
+def test_both_players_in_a_server_of_openenv_are_trained(tmp_path, duel_server):
     settings = {"rollouts_per_game": 2, "compare": "role", "max_completion_length": 48, "max_steps": 2}
-    with served("duel_server:app") as address:
-        game = duel(address)
-        made, _, failed = trained(tmp_path, game, game.dataset(16), **settings)
+    game = duel(duel_server)
+    made, _, failed = trained(tmp_path, game, game.dataset(16), **settings)
     assert failed == [0.0] * 2
     assert {"roles/first/reward", "roles/second/reward"} <= made.state.log_history[0].keys()
     assert {row["role"] for row in records.rows(tmp_path)} == {"first", "second"}

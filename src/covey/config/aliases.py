@@ -439,7 +439,7 @@ def without_usual(keywords: Mapping[str, Any]) -> dict[str, Any]:
     usual = [name for name, value in AS_HERE.items() if name in keywords and keywords[name] == value]
     if usual:
         said = ", ".join(f"`{name}={keywords[name]!r}`" for name in usual)
-        warn(f"{said}: this is always so here, and no setting; it is dropped.", FutureWarning)
+        warn(f"{said}: Covey always does this, so the option is dropped.", FutureWarning)
     return {name: value for name, value in keywords.items() if name not in usual}
 
 
