@@ -1,5 +1,7 @@
 """The memory estimate against models small enough to count by hand."""
 
+import weakref
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, Qwen3Config
@@ -413,3 +415,18 @@ def test_a_loaded_model_is_planned_in_its_own_dtype(tmp_path):
     whole = estimate_of(args, model).weights
     assert estimate_of(args, model, Opponents(1, 5)).opponents == 6 * whole
     assert estimate_of(args, model.to(torch.bfloat16)).weights * 2 == whole and args.model_init_kwargs is None
+
+
+def test_models_are_counted_whole_under_zero3(monkeypatch):
+    from transformers.integrations import deepspeed
+
+    class Zero3:
+        def is_zero3(self):
+            return True
+
+    config, zero3 = LlamaConfig(**TINY), Zero3()
+    whole = count_parameters(config)
+    monkeypatch.setattr(deepspeed, "_hf_deepspeed_config_weak_ref", weakref.ref(zero3))
+    assert deepspeed.is_deepspeed_zero3_enabled()
+    assert count_parameters(config) == whole
+    assert deepspeed.is_deepspeed_zero3_enabled()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import patch_environment
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 from covey.core.findings import CheckError, Finding
@@ -495,6 +496,21 @@ def _dropouts(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
             named = "dropout" in name or (name == "p" and isinstance(module, torch.nn.Dropout))
             if named and isinstance(value, float) and value > 0:
                 yield module, name
+
+
+@contextmanager
+def whole_models() -> Iterator[None]:
+    """Let transformers build or load whole models in every process, also where the policy is sharded."""
+    from transformers.integrations import deepspeed
+
+    of_deepspeed = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()  # which tells it of ZeRO-3
+    try:
+        # The variable asks all processes but the first to leave weights out.
+        with patch_environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false"):
+            yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = of_deepspeed
 
 
 @without_bars()

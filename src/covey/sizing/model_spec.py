@@ -9,7 +9,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from covey.policy.adapters import exclude_parts, freeze_parts, part_names
-from covey.policy.loading import auto_class_of, sees_images
+from covey.policy.loading import auto_class_of, sees_images, whole_models
 
 PACKED_ROWS = (512, 128)
 """(multiple, extra): as measured, MKL's packed copy of a weight [n, k] takes (n rounded up to `multiple` + `extra`) · k
@@ -131,7 +131,7 @@ def unit_parameters(config: Any) -> tuple[int, int]:
 
 
 def meta_model(config: Any) -> Any:
-    with torch.device("meta"):
+    with whole_models(), torch.device("meta"):
         return auto_class_of(config).from_config(config)
 
 

@@ -35,7 +35,7 @@ from covey.observability.dashboard import ProgressDisplay
 from covey.observability.diagnostics import Advice, LogEnds
 from covey.observability.record import FOLDER, GIGABYTE, Recorder, Replay
 from covey.policy.adapters import base_model, with_shared_weights
-from covey.policy.loading import disable_dropout, load_policy, load_teacher, max_context
+from covey.policy.loading import disable_dropout, load_policy, load_teacher, max_context, whole_models
 from covey.policy.precision import held_in_half
 from covey.policy.quantization import check_shardable, quantization_method
 from covey.policy.replicas import Reference, starts_as_identity
@@ -56,7 +56,7 @@ from covey.trainer.batch_scorer import BatchScorer
 from covey.trainer.build_rollouts import RewardPlan, build_rollout_spec, check_reward_sources, reward_plan
 from covey.trainer.checks import MovedWeights, check_model, check_rounding
 from covey.trainer.demonstrations import Demonstrations, load_demonstrations
-from covey.trainer.distributed.sharding import prepare_frozen, sharding_of, weights_sharded_by, whole_models
+from covey.trainer.distributed.sharding import prepare_frozen, sharding_of, weights_sharded_by
 from covey.trainer.engines.build import build_engine
 from covey.trainer.engines.opponents import PastPolicies, build_seats
 from covey.trainer.engines.servers import generation_extras

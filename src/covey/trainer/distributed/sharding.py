@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import patch_environment
 from torch import nn
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -135,21 +134,6 @@ def ready_to_train(trainer: "OnlineTrainer") -> None:
             "evaluate() was called before train(), and under ZeRO-3 a trainer that has evaluated alone cannot train."
             " Set eval_on_start=True to evaluate first, or make another trainer to train with."
         )
-
-
-@contextmanager
-def whole_models() -> Iterator[None]:
-    """Let `from_pretrained` load whole models on every process, also where the policy is sharded."""
-    from transformers.integrations import deepspeed
-
-    of_deepspeed = deepspeed._hf_deepspeed_config_weak_ref
-    deepspeed.unset_hf_deepspeed_config()  # which tells it of ZeRO-3
-    try:
-        # The variable asks all processes but the first to leave weights out.
-        with patch_environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false"):
-            yield
-    finally:
-        deepspeed._hf_deepspeed_config_weak_ref = of_deepspeed
 
 
 def average_gradients(parameters: list[nn.Parameter]) -> None:
