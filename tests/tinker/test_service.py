@@ -571,6 +571,24 @@ def test_limits_are_named(tmp_path):
     assert tinkering.run(tmp_path, program, max_clients=2, max_rank=8, max_waiting=3) == 429
 
 
+def test_waiting_training_requests_have_a_limit_of_bytes_together(tmp_path):
+    async def program(service, client):
+        first, second = await client.create(), await client.create()
+        asked = [client.forward_backward(first, DATA, number=1)]  # may always wait, as it is next in order
+        for model, number in [(first, 2), (second, 2)]:
+            with pytest.raises(Refusal) as refused:
+                client.forward_backward(model, DATA, number=number)
+            assert refused.value.status == 429
+        asked.append(client.forward_backward(second, DATA, number=1))
+        assert client.forward_backward(first, DATA, number=1) == asked[0]
+        asked.append(client.step(first, number=2))  # has no data
+        results = [await client.result(one) for one in asked]
+        again = await client.result(client.forward_backward(first, DATA, number=3))
+        return [isinstance(one, bytes) or "error" not in one for one in [*results, again]]
+
+    assert tinkering.run(tmp_path, program, max_waiting_bytes=1) == [True] * 4
+
+
 def test_only_the_newest_unnamed_samplers_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(service_module, "KEPT_SAMPLERS", 2)
 

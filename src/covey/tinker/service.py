@@ -78,6 +78,7 @@ class Settings:
     max_clients: int = 8
     max_rank: int = 128
     max_waiting: int = 4096  # requests of samples that wait
+    max_waiting_bytes: int = 1 << 30  # of training requests that wait; the one that is next in order always may
     seed: int = 0
     substitute: Mapping[str, str] = field(
         default_factory=dict
@@ -153,6 +154,7 @@ class TinkerService:
         self._log: Callable[[str], None] = lambda line: log(printable(line))
         self._say: Callable[[str], None] = lambda line: shown(printable(line))
         self._sampling = 0
+        self._training_bytes = 0  # of training requests that have no result
         self._started = time.strftime("%H:%M:%S")
         self._numbers = sum(parameter.numel() for parameter in base.model.parameters())
 
@@ -333,7 +335,8 @@ class TinkerService:
         self.journal.end_client(model_id)
         return promise.acknowledgement
 
-    def forward_backward(self, asked: ForwardBackward) -> dict[str, Any]:
+    def forward_backward(self, asked: ForwardBackward, *, limited: bool = True) -> dict[str, Any]:
+        """Queue a request; unless `limited`, it may wait however many bytes of others wait."""
         trained = self._client({"model_id": asked.model_id})
         kind = "forward" if asked.forward_only else "forward_backward"
 
@@ -358,7 +361,8 @@ class TinkerService:
         tokens = sum(len(datum.tokens) for datum in asked.data)
         size = f"{len(asked.data)} datums, {tokens:,} tokens"
         sent = Sent.of("forward_backward", request_of(asked))
-        return self._queue(trained, _number({"seq_id": asked.seq_id}), sent, kind, score, size)
+        number = _number({"seq_id": asked.seq_id})
+        return self._queue(trained, number, sent, kind, score, size, limited=limited)
 
     def _loss(self, asked: ForwardBackward) -> tuple[Loss, dict[str, float]]:
         return loss_of(self.settings.substitute.get(asked.loss_fn, asked.loss_fn), asked.config)
@@ -420,14 +424,19 @@ class TinkerService:
         job: Callable[[], Any],
         size: str = "",
         then: Callable[[Any], Result] = lambda result: result,
+        limited: bool = False,
     ) -> dict[str, Any]:
         """Queue an operation by its number; one that was sent before is not run again.
 
-        `job` computes, on the worker's thread; `then` makes the answer of what it returned, on the event loop.
+        `job` computes, on the worker's thread; `then` makes the answer of what it returned, on the event loop. A
+        `limited` operation is refused with 429, after which clients send it again, where too many bytes wait.
         """
         request_id = f"{trained.run.id}/{number}"
         if (known := self.promises.repeated(request_id, sent)) is not None:
             return known
+        waiting = self._training_bytes
+        if limited and number != trained.sequencer.next and waiting + len(sent.body) > self.settings.max_waiting_bytes:
+            raise Refusal(f"training requests of {waiting:,} bytes wait here already.", 429)
         asked = time.monotonic()
 
         def run() -> tuple[Any, ClientEntry | None]:
@@ -459,7 +468,12 @@ class TinkerService:
         except Refusal:
             self.promises.discard(request_id)
             raise
+        self._training_bytes += len(sent.body)
+        promise.result.add_done_callback(lambda result: self._has_run(len(sent.body)))
         return promise.acknowledgement
+
+    def _has_run(self, size: int) -> None:
+        self._training_bytes -= size
 
     # ---- sessions of an earlier server -------------------------------------------------------------------------------
 
@@ -536,7 +550,7 @@ class TinkerService:
         """Accept an earlier server's request that has no result; one that is refused now fails."""
         try:
             if entry.sent.route == "forward_backward":
-                self.forward_backward(read_forward_backward(entry.sent.body))
+                self.forward_backward(read_forward_backward(entry.sent.body), limited=False)  # it was accepted
             else:
                 getattr(self, entry.sent.route)(json.loads(entry.sent.body))
         except Refusal as error:
