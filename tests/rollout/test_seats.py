@@ -1,6 +1,8 @@
 """Opponents that answer in text: servers and functions, and the names of seats."""
 
 import asyncio
+import json
+import re
 
 import pytest
 from aiohttp import web
@@ -15,7 +17,8 @@ async def served(status, body, play):
 
     async def answer(request):
         seen.append((request.headers.get("Authorization"), await request.json()))
-        return web.json_response(body, status=status)
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return web.Response(body=raw, status=status, content_type="text/html" if raw is body else "application/json")
 
     app = web.Application()
     app.add_routes([web.post("/v1/chat/completions", answer)])
@@ -61,6 +64,38 @@ def test_a_server_that_refuses_or_is_not_there_is_named():
         asyncio.run(served(500, {"error": "busy"}, play))
     with pytest.raises(ValueError, match=r"'judge' at http://127\.0\.0\.1:9/v1 does not answer"):
         asyncio.run(play(Seat("http://127.0.0.1:9/v1")))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"<html>",
+        b'{"choices": [{"message": {"content": "\xff',
+        {"error": "busy"},
+        {"choices": []},
+        [1],
+        "so",
+        {"choices": [{"text": "so"}]},
+        {"choices": [{"message": None}]},
+        {"choices": [{"message": {"content": [{"type": "text", "text": "so"}]}}]},
+        {"choices": [{"message": {"content": 7}}]},
+    ],
+)
+def test_an_answer_that_is_no_chat_completion_is_shown_with_the_seat(body):
+    async def play(seat):
+        return await TextSeat("judge", seat, 9, 1.0).begin("one").sample()
+
+    shown = re.escape((body if isinstance(body, bytes) else json.dumps(body).encode()).decode("utf-8", "replace"))
+    with pytest.raises(ValueError, match=rf"'judge' at http://127.*{shown}"):
+        asyncio.run(served(200, body, play))
+
+
+def test_an_empty_answer_and_a_slash_after_the_address_are_allowed():
+    async def play(seat):
+        return await TextSeat("judge", Seat(seat.url + "/"), 9, 1.0).begin("one").sample()
+
+    reply, seen = asyncio.run(served(200, {"choices": [{"message": {"content": None}}]}, play))
+    assert (reply.text, reply.finish, len(seen)) == ("", FinishReason.STOP, 1)
 
 
 def test_a_function_returns_text():

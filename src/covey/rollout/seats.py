@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+import json
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,6 +50,11 @@ class Seat:
     url: str
     model: str | None = None
     key: str = field(default="", repr=False)
+
+    @property
+    def address(self) -> str:
+        """The URL without a slash at its end."""
+        return self.url.rstrip("/")
 
 
 SeatFunction = Callable[[list[Message]], str | Awaitable[str]]  # the conversation so far -> the seat's turn
@@ -120,14 +126,29 @@ class TextSeat:
         try:
             async with (
                 ClientSession(timeout=ClientTimeout(total=None)) as client,
-                client.post(f"{self.seat.url}/chat/completions", json=body, headers=headers) as got,
+                client.post(f"{self.seat.address}/chat/completions", json=body, headers=headers) as got,
             ):
-                if got.status != 200:
-                    raise ValueError(f"{where} answers with status {got.status}: {(await got.text())[:300]}")
-                choice = (await got.json())["choices"][0]
-        except ClientError as error:
+                status, said = got.status, (await got.read()).decode("utf-8", "replace")
+        except (ClientError, OSError) as error:
             raise ValueError(f"{where} does not answer: {error}") from error
-        return choice["message"].get("content") or "", choice.get("finish_reason") or "stop"
+        if status != 200:
+            raise ValueError(f"{where} answers with status {status}: {said[:300]}")
+        try:
+            return _turn(json.loads(said))
+        except (ValueError, LookupError, TypeError) as error:
+            raise ValueError(
+                f"{where} answers with something other than a chat completion of OpenAI's API, whose"
+                f" choices[0].message.content is text: {said[:300]!r}. Does its url end with /v1?"
+            ) from error
+
+
+def _turn(answer: Any) -> tuple[str, str]:
+    """Text and finish reason of a chat completion; ValueError, LookupError or TypeError for something else."""
+    choice = answer["choices"][0]
+    text = choice["message"].get("content") or "" if isinstance(choice["message"], dict) else None
+    if not isinstance(text, str):
+        raise TypeError(f"the content is {text!r}")
+    return text, choice.get("finish_reason") or "stop"
 
 
 @dataclass(eq=False)

@@ -140,7 +140,7 @@ class AgentEndpoint:
         try:
             async with (
                 ClientSession(timeout=ClientTimeout(total=None)) as client,
-                client.post(seat.url + path, json=named, headers=headers) as got,
+                client.post(seat.address + path, json=named, headers=headers) as got,
             ):
                 answer = web.StreamResponse(status=got.status, headers={"Content-Type": got.headers["Content-Type"]})
                 await answer.prepare(request)
