@@ -261,6 +261,7 @@ class Episode:
         tool_seconds: seconds spent waiting for tools.
         media: images in the prompt and the messages.
         returned: lists that tools returned, by the index of their message, as in a `Rollout`.
+        role: seat of a game that it is played in, where the game has set it.
     """
 
     engine: EpisodeEngine
@@ -283,6 +284,7 @@ class Episode:
     sampling_mask: list[list[int]] | None = field(default_factory=list)
     routes: Tensor | None = None
     returned: dict[int, list[Any]] = field(default_factory=dict)
+    role: str = ""
     _forks: int = 0
     _turn_start: int | None = (
         None  # index where the last turn of the policy begins; None where the policy continues next
@@ -493,7 +495,8 @@ class Episode:
         Args:
             finish: why it ended; by default the episode's `finish`; else LENGTH if the last turn is open, or STOP.
             error: message of the failure, if `finish` is ERROR.
-            role: seat of a game that the policy played in; decides which rollouts it is compared with (`compare`).
+            role: seat of a game that the policy played in; decides which rollouts it is compared with (`compare`). By
+                default the episode's.
             game: number of the game among the games of the prompt, from 0.
             extras: further fields, which reward functions get as keyword arguments.
         """
@@ -514,7 +517,7 @@ class Episode:
             returned=dict(self.returned),
             observed=list(self.observed) if any(self.observed) else None,
             routes=self.routes,
-            role=role,
+            role=role or self.role,
             game=game,
             **{name: getattr(self, name) for name in PER_TOKEN},
         )

@@ -58,7 +58,7 @@ class RolloutSpec:
     limits: RolloutValidator | None = None  # for tokens that a user's code returns
     max_turn_length: int | None = None
     trained_turns: str = "all"
-    rollouts_per_game: int = 1  # if above 1, a group function is called once per game
+    rollouts_per_game: int = 1  # if above 1, a group function is called once per game, as environments of games are
     seats: dict[str, Any] = field(default_factory=dict)  # opponents by name
     eval_seats: dict[str, Any] = field(default_factory=dict)  # replace seats of the same name in evaluations
     late: LateCalls = field(default_factory=partial(LateCalls, "reading a failed rollout"))
@@ -68,11 +68,16 @@ class RolloutSpec:
         """True if ordinary functions or methods of users may be called while rollouts are played."""
         return not isinstance(self.play, RolloutFunction | GroupFunction)
 
-    def rollouts_at_once(self, group: int) -> int:
-        """Number of rollouts that one call of the agent or function plays."""
+    def rollouts_of_game(self, mode: tuple[int | str, ...]) -> int | None:
+        """Number of rollouts of a game, where each game is a call of its own; else None."""
         if not isinstance(self.play, GroupFunction):
-            return 1
-        return group if self.rollouts_per_game == 1 else self.rollouts_per_game
+            return None
+        given = self.rollouts_per_game if self.rollouts_per_game > 1 else None
+        return len(self.play.trained(self.seats_of(mode))) or given
+
+    def rollouts_at_once(self, group: int, mode: tuple[int | str, ...]) -> int:
+        """Number of rollouts that one call of the agent or function plays."""
+        return (self.rollouts_of_game(mode) or group) if isinstance(self.play, GroupFunction) else 1
 
     def seats_of(self, mode: tuple[int | str, ...]) -> Seats:
         return {**self.seats, **self.eval_seats} if mode in EVALUATIONS else self.seats
@@ -114,7 +119,7 @@ class GroupRunner:
             self.callbacks.on_rollouts(group.start + begin, group.rows[begin : begin + len(samples)], rollouts)
             return rollouts
 
-        size = self.spec.rollouts_at_once(len(group.samples))
+        size = self.spec.rollouts_at_once(len(group.samples), self.seed_key[1:2])
         begins = range(0, len(group.samples), size)
         tasks = [asyncio.ensure_future(play(begin, group.samples[begin : begin + size])) for begin in begins]
         try:
@@ -140,7 +145,7 @@ class GroupRunner:
         key = (*self.seed_key, first.prompt, first.sample)
         expands = traits_of(self.engine).expands_images
         most = self.spec.max_turn_length
-        seats, together = self.spec.seats_of(self.seed_key[1:2]), self.spec.rollouts_per_game
+        seats, together = self.spec.seats_of(self.seed_key[1:2]), self.spec.rollouts_of_game(self.seed_key[1:2])
         params = within(self.params, first)
         engine = EpisodeEngine(generate, self.spec.templates, params, key, row, first.sample, expands, most, seats)
         began = perf_counter()
@@ -158,36 +163,38 @@ class GroupRunner:
                 text = f"the rollout function failed: {error}"
             elif isinstance(error, TimeoutError):
                 text = f"the rollout took longer than rollout_timeout={timeout:g} s"
-            rollouts = [await self._failed(sample.row, engine, text) for sample in samples]
+            roles = (play.trained(seats) if isinstance(play, GroupFunction) else []) or [""] * len(samples)
+            pairs = zip(samples, roles, strict=True)
+            rollouts = [await self._failed(sample.row, engine, text, role) for sample, role in pairs]
         finally:
             engine.closed = True  # tasks that the rollout started may still be at work
         if engine.failure is not None:
             raise engine.failure
         for rollout in rollouts:
             rollout.seconds = perf_counter() - began
-            if (age := engine.ages.get(rollout.game if together == 1 else 0)) is not None:
+            if (age := engine.ages.get(0 if together else rollout.game)) is not None:
                 rollout.extras["opponent_age"] = age
-            if together > 1:
+            if together:
                 rollout.game = first.sample // together
             if self.spec.trained_turns == "last" and rollout.turn_ends:
                 _train_last_turn(rollout)
         return rollouts
 
-    async def _failed(self, row: dict[str, Any], engine: EpisodeEngine, error: str) -> Rollout:
-        """The failed rollout, with its tokens up to the failure if they can be trained on."""
-        limits = self.spec.limits
+    async def _failed(self, row: dict[str, Any], engine: EpisodeEngine, error: str, role: str) -> Rollout:
+        """The failed rollout of a role, "" for none, with its tokens up to the failure if they can be trained on."""
+        limits, own = self.spec.limits, [episode for episode in engine.episodes if episode.role == role]
 
         def salvage() -> Rollout:
-            rollout = engine.episodes[0].done(FinishReason.ERROR, error)
+            rollout = own[0].done(FinishReason.ERROR, error)
             return rollout if limits is None else limits.checked(rollout)
 
-        if engine.episodes:
+        if own:
             with suppress(UserCodeError, CallTimeout):  # the user's code may have put anything into its episode
                 return await run_in_thread(salvage, SALVAGE_SECONDS, self.spec.late)
         try:
-            return failed_rollout(self.codec, row, error, self.codec.read_row(row).ids)
+            return replace(failed_rollout(self.codec, row, error, self.codec.read_row(row).ids), role=role)
         except ValueError as no_prompt:
-            return failed_rollout(self.codec, row, f"{error} (and {no_prompt})")
+            return replace(failed_rollout(self.codec, row, f"{error} (and {no_prompt})"), role=role)
 
 
 def _refuse_untrained(rollouts: Iterable[Rollout], seats: Seats) -> None:

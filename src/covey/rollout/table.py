@@ -124,14 +124,11 @@ class TableSeat:
         """False in evaluations where opponents play the roles of the other variants."""
         return not any(role in seats for role in self.table.players)
 
-    async def meet(
-        self, engine: EpisodeEngine, number: int, run: Callable[[Players], Awaitable[Played]]
-    ) -> list[Rollout]:
-        """This variant's rollouts of the `number`th game of a call; `run` plays it with the engines of all roles."""
-        suffix = ("player", self.variant)  # else all players would use the same random numbers
-        key = engine.seed_key[: -len(suffix)] if engine.seed_key[-len(suffix) :] == suffix else engine.seed_key
-        engine.seed_key = (*key, *suffix)
-        game = (*key[1:-1], engine.sibling // self.rollouts_per_game + number)  # without seed and sample
+    async def meet(self, engine: EpisodeEngine, run: Callable[[Players], Awaitable[Played]]) -> list[Rollout]:
+        """This variant's rollouts of a game; `run` plays it with the engines of all roles."""
+        key = engine.seed_key
+        engine.seed_key = (*key, "player", self.variant)  # else all players would use the same random numbers
+        game = (*key[1:-1], engine.sibling // self.rollouts_per_game)  # without seed and sample
         meeting = self.table._meeting(self.variant, game)
         if not meeting.arrived[self.variant].done():  # else the host has given up
             meeting.arrived[self.variant].set_result(engine)
@@ -188,7 +185,7 @@ class SeatedFunction(TableSeat):
         async def run(players: Players) -> Played:
             return self._by_role(await self.table.game(row, players), engine.sibling // self.rollouts_per_game)
 
-        own = await self.meet(engine, 0, run)
+        own = await self.meet(engine, run)
         if len(own) != self.rollouts_per_game:
             raise RolloutError(
                 f"the table's function returned {len(own)} rollouts of {self.variant} ({', '.join(self.own)}), whose"

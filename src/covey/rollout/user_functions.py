@@ -3,7 +3,7 @@
 import asyncio
 import math
 import re
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -83,6 +83,10 @@ class RolloutFunction(_IsolatedFunction):
 
 class GroupFunction(_IsolatedFunction):
     """A user's `async (row, engine, n) -> n rollouts`."""
+
+    def trained(self, seats: Collection[str]) -> list[str]:
+        """Roles of a game that are not played by opponents (`seats`), in the order of its rollouts; empty if unknown."""
+        return []
 
     async def __call__(self, row: dict[str, Any], engine: EpisodeEngine, n: int) -> list[Rollout]:
         return await self._call(engine, partial(self._checked, n), row, engine, n)

@@ -9,9 +9,12 @@ from runpy import run_path
 import pytest
 
 from covey.core.findings import CheckError
+from covey.core.records import FinishReason
 from covey.engines.scripted import ScriptedEngine
 from covey.observability.record_files import FOLDER, files, read_rows
-from covey.rollout.environments.game import is_game
+from covey.rollout.environments.game import checked_rewards, is_game
+from covey.rollout.environments.interface import EnvironmentFailed
+from covey.rollout.user_functions import RolloutError
 from tests.support import runs, tiny
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -81,6 +84,67 @@ def test_a_fixed_opponent_plays_in_evaluations_alone(tmp_path):
     parts = {"eval_seats": {"second": lambda messages: "7"}, "eval_dataset": MESSAGES["train_dataset"][:1]}
     found = trainer(tmp_path, parts=parts, per_device_eval_batch_size=4).evaluate()
     assert found["eval_roles/first/reward"] == 1 and "eval_roles/second/reward" not in found
+
+
+class Counted(Takes):
+    """Takes whose games are told apart: every second one is drawn, and the number 2 breaks at its last move."""
+
+    made = 0
+    breaks = ()
+
+    def reset(self, **row):
+        super().reset()
+        type(self).made += 1
+        self.number = self.made
+
+    def move(self, role, text):
+        if self.number in self.breaks and len(self.said) == 2:
+            raise RuntimeError("the board fell")
+        super().move(role, text)
+
+    outcome = property(lambda self: "draw" if self.number % 2 else "won")
+
+
+def test_an_evaluation_with_fewer_trained_seats_counts_each_game_by_itself(tmp_path):
+    """4 games of one prompt against an opponent, where training has 2 rollouts a game: 2 turns each, half are drawn."""
+    game = type("Counted", (Counted,), {"made": 0})
+    parts = {"eval_seats": {"second": lambda messages: "7"}, "eval_dataset": MESSAGES["train_dataset"][:1]}
+    parts |= {"engine": ScriptedEngine(lambda *given: [5, EOS])}
+    found = trainer(tmp_path, game, parts=parts, per_device_eval_batch_size=4).evaluate()
+    assert (found["eval_games/length"], found["eval_games/draws"]) == (2, 0.5)
+
+
+@pytest.mark.parametrize(("seats", "lost"), [({}, [2, 3]), ({"second": lambda messages: "7"}, [1])])
+def test_a_game_that_raises_fails_alone_with_the_seats_of_its_roles(tmp_path, seats, lost):
+    """The second game of the first prompt breaks: its rollouts keep their roles and their own words."""
+    game = type("Counted", (Counted,), {"made": 0, "breaks": (2,)})
+    parts = {"seats": seats, "engine": ScriptedEngine(lambda *given: [5, EOS])}
+    made = trainer(tmp_path, game, parts=parts, rollouts_per_game=2 - len(seats))
+    made.train()
+    rows = read_rows(files(tmp_path / FOLDER)[0])
+    failed = [number for number, row in enumerate(rows) if row["finish"] == str(FinishReason.ERROR)]
+    assert failed == lost and [number for number, row in enumerate(rows) if row["reward/Counted"] is None] == lost
+    roles = ["first"] if seats else ["first", "second"]
+    for row in rows:
+        number, place = divmod(row["sample"], len(roles))
+        assert (row["role"], row["game"]) == (roles[place], number)
+        assert f"{row['role']}: {place} moves" in row["prompt"][-1]["content"]
+    turns = [sum(one["role"] == "assistant" for one in row["completion"]) for row in rows[:4]]
+    assert turns == ([2, 2, 2, 2] if seats else [2, 1, 2, 1])
+    log = made.state.log_history[0]
+    assert [log[f"roles/{role}/failures"] for role in roles] == [len(lost) / 8] * len(roles)
+    assert log["rollouts/failed"] == len(lost) / 8
+
+
+@pytest.mark.parametrize("rewards", [{"first": 1.0, "secnod": -1.0}, [1.0, -1.0], {"first": "won"}, None])
+def test_rewards_are_numbers_of_roles(rewards):
+    with pytest.raises((RolloutError, EnvironmentFailed), match=r"Takes\.rewards"):
+        checked_rewards(rewards, Takes.roles, "Takes.rewards")
+
+
+def test_a_role_without_a_reward_has_none():
+    assert checked_rewards({"second": 2}, Takes.roles, "Takes.rewards") == {"second": 2.0}
+    assert checked_rewards({"first": None}, Takes.roles, "Takes.rewards") == {"first": None}
 
 
 def without(method):

@@ -1,15 +1,14 @@
 """Games of several seats: environments with `roles`, of which the policy plays those that no opponent has."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from covey.core.records import FinishReason, Rollout
 from covey.rollout.environments import interface
 from covey.rollout.environments.agent import REWARD, RewardSource
-from covey.rollout.episode import Episode, EpisodeEngine
-from covey.rollout.seats import TextConversation
+from covey.rollout.episode import EpisodeEngine
 from covey.rollout.table import Played, Players, TableSeat
 from covey.rollout.user_functions import GroupFunction, RolloutError, RolloutValidator
 
@@ -42,48 +41,44 @@ class PlayedGame(GroupFunction):
         name = getattr(factory, "reward_name", getattr(factory, "__name__", type(factory).__name__))
         self.sources = [RewardSource(factory, name)]
 
-    def trained(self, seats: Any) -> list[str]:
+    def trained(self, seats: Collection[str]) -> list[str]:
         """Roles that the policy plays: no opponent has them, nor another variant of a study."""
         if isinstance(self.factory, TableSeat):
             return self.factory.own
         return [role for role in self.roles if role not in seats]
 
     async def _play(self, row: dict[str, Any], engine: EpisodeEngine, n: int) -> list[Rollout]:
-        """Play games one after another, so that seeds do not depend on time, until they have n trained seats."""
+        """Play one game, whose trained seats are n."""
         trained = self.trained(engine.seats)
-        rollouts: list[Rollout] = []
-        for number in range(n // max(len(trained), 1)):
-            run = partial(self._game, row, engine, number)
-            if isinstance(self.factory, TableSeat) and self.factory.meets(engine.seats):
-                rollouts += await self.factory.meet(engine, number, run)
-            else:
-                played = await run(dict.fromkeys(trained, engine))
-                rollouts += [rollout for role in trained for rollout in played[role]]
-        return rollouts
+        assert n == len(trained), "called for each game"
+        run = partial(self._game, row, engine)
+        if isinstance(self.factory, TableSeat) and self.factory.meets(engine.seats):
+            return await self.factory.meet(engine, run)
+        played = await run(dict.fromkeys(trained, engine))
+        return [rollout for role in trained for rollout in played[role]]
 
-    async def _game(self, row: dict[str, Any], engine: EpisodeEngine, number: int, players: Players) -> Played:
+    async def _game(self, row: dict[str, Any], engine: EpisodeEngine, players: Players) -> Played:
         """One game of `players`, the engines of trained roles; opponents are seats of `engine`."""
         game = self.factory()
         try:
-            return await self._moves(game, row, engine, number, players)
+            return await self._moves(game, row, engine, players)
         finally:
             if hasattr(game, "close"):
                 await _settled(game.close())
 
-    async def _moves(
-        self, game: Any, row: dict[str, Any], engine: EpisodeEngine, number: int, players: Players
-    ) -> Played:
-        seats = dict[str, Episode | TextConversation]()
+    async def _moves(self, game: Any, row: dict[str, Any], engine: EpisodeEngine, players: Players) -> Played:
+        seats: dict[str, Any] = {}  # conversations: an `Episode`, or a `TextConversation` of an opponent
         await _settled(game.reset(**interface.accepted(game.reset, row)))
 
         def shown(role: str) -> bool:
             """Show the game to a seat; False if the seat's episode has no room for it."""
             observation = interface.checked_observation(game.observe(role), f"{type(game).__name__}.observe")
             if role in seats:
-                return seats[role].write(interface.as_messages(observation or ""))
-            player = players[role] if role in players else engine.seat(role, number)
+                return bool(seats[role].write(interface.as_messages(observation or "")))
+            player = players[role] if role in players else engine.seat(role)
             own = players[role].row if role in players else row
             seats[role] = player.begin(interface.initial_prompt(own.get("prompt"), observation))
+            seats[role].role = role  # of a failed game's rollouts
             return True
 
         cut_off = False
@@ -99,10 +94,16 @@ class PlayedGame(GroupFunction):
         for role in players:
             if role not in seats:  # the game was over before its first move
                 shown(role)
-        return {role: [self._rollout(game, role, seats[role], number)] for role in players}
+        name, outcome = type(game).__name__, getattr(game, "outcome", None)
+        rewards = checked_rewards(game.rewards(), self.roles, f"{name}.rewards")
+        extras = {} if outcome is None else {"outcome": str(outcome)}
+        return {role: [seats[role].done(**extras, **{REWARD: rewards.get(role)})] for role in players}
 
-    def _rollout(self, game: Any, role: str, episode: Any, number: int) -> Rollout:
-        rewards, outcome = game.rewards(), getattr(game, "outcome", None)
-        reward = interface.checked_number(rewards.get(role), f"{type(game).__name__}.rewards")
-        extras = {REWARD: reward} | ({} if outcome is None else {"outcome": str(outcome)})
-        return episode.done(role=role, game=number, **extras)
+
+def checked_rewards(rewards: Any, roles: Sequence[str], name: str) -> dict[str, float | None]:
+    """The reward of each role as a number, None for none; RolloutError for something else or another role."""
+    if not isinstance(rewards, Mapping):
+        raise RolloutError(f"{name} gave {rewards!r:.60}; it must return a dictionary, the reward of each role.")
+    if unknown := [role for role in rewards if role not in roles]:
+        raise RolloutError(f"{name} gave a reward to {unknown[0]!r}; the roles are {', '.join(roles)}.")
+    return {role: interface.checked_number(reward, name) for role, reward in rewards.items()}
