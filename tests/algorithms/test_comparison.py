@@ -351,7 +351,8 @@ def test_both_seats_in_one_rollout_would_train_the_second_for_the_first():
 def codes(compare, seats, rewards=None, group_size=None, k=None):
     comparison = RolloutComparison.of(config(compare=compare), scaled=False)
     given = scores(rewards or [0.0] * 8, seats)
-    return [(one.code, one.level) for one in check_comparison(comparison, compare, given, group_size or 8, k)]
+    found = check_comparison(comparison, f"compare={compare!r}", given, group_size or 8, k)
+    return [(one.code, one.level) for one in found]
 
 
 TWO_SEATS = [(role, game) for game in range(4) for role in ("first", "second")]
@@ -378,11 +379,11 @@ def test_seats_and_their_comparison(compare, seats, expected):
 
 def test_errors_of_seats_name_what_they_saw():
     comparison = RolloutComparison.of(config(compare="episode"), scaled=False)
-    (found,) = check_comparison(comparison, "episode", scores([0.0] * 8, TWO_SEATS), 8)
+    (found,) = check_comparison(comparison, "compare='episode'", scores([0.0] * 8, TWO_SEATS), 8)
     for value in ("'episode'", "8 rollouts", "first, second", "0 to 3"):
         assert value in found.evidence
     (found,) = check_comparison(
-        RolloutComparison("role", {"frist": "role"}), {"frist": "role"}, scores([0.0] * 8, TWO_SEATS), 8
+        RolloutComparison("role", {"frist": "role"}), "compare", scores([0.0] * 8, TWO_SEATS), 8
     )
     assert "'first'" in found.fix
 

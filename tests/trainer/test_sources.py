@@ -371,6 +371,49 @@ def test_gates_of_a_source_need_advantages_of_groups(tmp_path):
     made(gates={"reward_range": {"above": 0}})
 
 
+# ---- sources of games ------------------------------------------------------------------------------------------------
+
+
+async def seats(row, engine, n):
+    """Games of two seats."""
+    rollouts = []
+    for number in range(n):
+        episode = engine.begin(f"{row['prompt']} {number % 2}")
+        await episode.sample()
+        rollouts.append(episode.done(role=("first", "second")[number % 2], game=number // 2))
+    return rollouts
+
+
+def games(folder, own, **changes):
+    """A run of two sources of games, of which "b" has settings of its own; one prompt of each in a rollout batch."""
+    first, second = rows(4, 4)
+    parts = {"train_dataset": {"a": first, "b": second}, "sources": {"b": own}, "rollout_func": seats}
+    return runs.trainer(folder, parts=parts, **changes)
+
+
+@pytest.mark.parametrize(
+    ("own", "code"), [({"compare": {"frist": "role"}}, "roles-unknown"), ({"compare": "episode"}, "roles-alone")]
+)
+def test_seats_of_a_source_are_checked_by_its_own_comparison(tmp_path, own, code):
+    run = games(tmp_path, own)
+    with pytest.raises(CheckError) as raised:
+        run.train()
+    assert raised.value.codes == [code] and "sources: b: compare=" in str(raised.value)
+    assert run.state.global_step == 0
+
+
+def test_running_means_are_of_the_sources_that_are_compared_with_them(tmp_path):
+    """Each of 2 batches has 2 rollouts of a role in "a", compared with means, and 2 in "b", compared by role."""
+    run = games(tmp_path, {"compare": "role"}, compare="role_average", scale_rewards="none", max_steps=2)
+    run.train()
+    assert [count for _, count in run.credit.averages.means.values()] == [2 * 2] * 2
+    own = [[row for row in batch if row["source"] == "a" and row["role"] == "first"] for batch in recorded(tmp_path)]
+    x, y = (row["reward/longer"] for row in own[0])
+    mean = (0.95 * 0.05 * x + 0.05 * y) / (1 - 0.95**2)
+    assert [row["advantage"] for row in own[1]] == pytest.approx([r["reward/longer"] - mean for r in own[1]], abs=1e-5)
+    assert runs.history(run, "roles/first/baseline") == pytest.approx([0, mean])
+
+
 # ---- groups of different sizes ---------------------------------------------------------------------------------------
 
 UNEQUAL = {"small": {"weight": 1, "num_generations": 4}, "large": {"weight": 1}}

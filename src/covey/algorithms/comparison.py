@@ -138,15 +138,14 @@ def less_average(totals_N: Tensor, baselines_N: Tensor, scores: Scores, scaled: 
 
 
 def check_comparison(
-    comparison: RolloutComparison, given: Any, scores: Scores, group_size: int, pass_at_k: int | None = None
+    comparison: RolloutComparison, named: str, scores: Scores, group_size: int, pass_at_k: int | None = None
 ) -> Iterator[Finding]:
     """Findings about the seats of a rollout batch, of all processes, and how they are to be compared.
 
-    `given` is the setting as messages name it; `pass_at_k` the k of advantages=pass_at_k, else None.
+    `named` is the setting with its value, as in "compare='role'"; `pass_at_k` the k of advantages=pass_at_k, else None.
     """
     if comparison.by == "group":
         return
-    named = f"compare={given!r}"
     roles = sorted({seat.role for seat in scores.seats} - {""})
     if not roles:
         yield Finding.error(

@@ -270,7 +270,7 @@ class CreditAssigner:
     energies: Callable[[TrainBatch], Tensor] | None  # of all processes' tokens, where `Algorithm.token_baseline`
     num_tokens: int = field(default=0, init=False)  # prompt and completion tokens that were processed in training
     _newest: Scores | None = field(default=None, init=False)
-    _checked_seats: bool = field(default=False, init=False)
+    _checked_seats: set[str] = field(default_factory=set, init=False)  # sources with a comparison of their own, "" else
     _shares: SourceShares = field(default_factory=SourceShares, init=False)
 
     def __post_init__(self) -> None:
@@ -295,8 +295,7 @@ class CreditAssigner:
         self._newest = everyone.scores
         energies = None if self.energies is None else self.energies(batch)
         group = algebra.group_size(mode)
-        if mode == "train" and not self._checked_seats:
-            self._checked_seats = True
+        if mode == "train":
             self._check_seats(everyone.scores, group)
         baselines = self._baselines(everyone.scores)
         credit = credit_by_source(self.judge_of, everyone.scores, group, everyone.kl, energies, baselines)
@@ -380,21 +379,42 @@ class CreditAssigner:
         if mode == "train" and self.averages is not None:  # after everything that was compared with the earlier means
             weights = weights_by_source(self.judge_of, everyone.scores)
             totals = self.run.algorithm.totals(everyone.scores.rewards, weights, everyone.kl)
-            self.averages.update(everyone.scores, totals)
+            self.averages.update(everyone.scores, totals.where(self._averaged(everyone.scores), torch.nan))
         scores, mine = everyone.scores, everyone.mine
         return Experience(batch, behaviour.entropy, stats, scores.sources[mine], scores.absent[mine])
 
     def _baselines(self, scores: Scores) -> Tensor | None:
-        return None if self.averages is None else self.averages.baselines(scores)
+        """[N] running means that completions are compared with, NaN where a source compares them otherwise."""
+        if self.averages is None:
+            return None
+        return self.averages.baselines(scores).where(self._averaged(scores), torch.nan)
+
+    def _averaged(self, scores: Scores) -> Tensor:
+        """[N] bool, true for completions that are compared with running means."""
+        names = scores.sources or [""] * len(scores.lengths)
+        averaged = {name: self.judge_of(name).algorithm.comparison.averages for name in dict.fromkeys(names)}
+        return torch.tensor([averaged[name] for name in names])
 
     def _check_seats(self, scores: Scores, group: int) -> None:
-        """Report what is wrong with the seats of the first rollout batch, on every process alike."""
-        args, comparison = self.run.args, self.run.algorithm.comparison
-        k = args.pass_at_k if args.advantages == "pass_at_k" else None
-        report(check_comparison(comparison, args.compare, scores, group, k))
-        by_difficulty = args.prompt_sampler == "difficulty"
-        selects = {"dynamic": args.dynamic_sample, "difficulty": by_difficulty}
-        report(check_zero_sum(comparison, scores, self.rewards.weights, group, **selects))
+        """Report what is wrong with the seats of the first rollout batch, on every process alike.
+
+        Sources with a comparison of their own are checked by themselves, each in the first batch that has it.
+        """
+        args, sources = self.run.args, self.run.sources or Sources([])
+        parts: dict[str, list[Tensor]] = {}
+        for name, rows in scores.by_source().items():
+            parts.setdefault("" if sources.settings(name).compare is None else name, []).append(rows)
+        for name in [name for name in parts if name not in self._checked_seats]:
+            self._checked_seats.add(name)
+            own, settings, judge = scores.take(torch.cat(parts[name])), sources.settings(name), self.judge_of(name)
+            comparison = judge.algorithm.comparison
+            given = f"sources: {name}: compare={settings.compare!r}" if name else f"compare={args.compare!r}"
+            by_k = (settings.advantages or args.advantages) == "pass_at_k"
+            k = (settings.pass_at_k or args.pass_at_k) if by_k else None
+            report(check_comparison(comparison, given, own, group, k))
+            by_difficulty = (settings.sampler or args.prompt_sampler) == "difficulty"
+            selects = {"dynamic": args.dynamic_sample, "difficulty": by_difficulty}
+            report(check_zero_sum(comparison, own, judge.weights_F, group, **selects))
 
     def gather(self, rollouts: RolloutBatch, behaviour: Behaviour, mode: Mode) -> GlobalBatch:
         """Rewards and lengths of all processes' rollouts. Collective."""
