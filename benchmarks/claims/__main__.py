@@ -7,8 +7,8 @@
 
 Every finished run is a line of `benchmarks/claims.jsonl` with the digest of its claim: an interrupted claim continues
 where it stopped, and lines of another protocol are not used. A claim that is undecided after its seeds runs as many
-again, once. Runs of SmolLM2 train in studies; one that is interrupted continues from its last checkpoint in
-`runs/claims`.
+again, once, unless a precondition fails. Runs of SmolLM2 train in studies; one that is interrupted continues from its
+last checkpoint in `runs/claims`.
 """
 
 import argparse
@@ -72,7 +72,8 @@ def run(one: Claim, records: ClaimRecords, given: argparse.Namespace) -> None:
         print(f"claim {one.number} cannot run yet: {one.missing}", flush=True)
     if one.bed is not None and not given.exact:
         run_missing(one, records, min(given.seeds or one.seeds, one.seeds), given)
-        if given.seeds is None and one.extends and page.standing(one, records).verdict == OPEN:
+        now = page.standing(one, records)
+        if given.seeds is None and one.extends and now.verdict == OPEN and not now.failed:
             run_missing(one, records, 2 * one.seeds, given)
     print(page.line(one, records), flush=True)
 

@@ -157,7 +157,7 @@ class TinyBed:
     steps: int = 60
     learning_rate: float = 1e-3
     copies: bool = False
-    bits: int | None = None
+    bits: float | None = None
     mixture: bool = False  # eight experts, of which two are used
     settings: Mapping[str, Any] = field(default_factory=dict)
 

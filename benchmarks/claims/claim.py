@@ -201,9 +201,9 @@ def answers(claim: Claim, runs: Runs, enumerated: Mapping[str, Exact]) -> list[A
 def verdict_of(claim: Claim, parts: Sequence[Answer], failed: Sequence[str]) -> str | None:
     """Verdict of the whole claim, None while a part has not run; a failed precondition leaves it undecided."""
     words = [one.verdict for one in parts if one.verdict is not None]
-    if not words:
+    if not words or len(words) < len(parts):
         return None
-    return weakest([*words, *([OPEN] if failed else [])]) if len(words) == len(parts) else None
+    return OPEN if failed else weakest(words)
 
 
 def failed_conditions(claim: Claim, runs: Runs) -> list[str]:

@@ -14,7 +14,7 @@ from covey.policy.loading import end_token_ids
 class RoundedEngine(NativeEngine):
     """The built-in engine on a copy of the model, exact or with matrices rounded to `bits` bits a row."""
 
-    def __init__(self, model: Any, tokenizer: Any, bits: int | None = None):
+    def __init__(self, model: Any, tokenizer: Any, bits: float | None = None):
         self.model, self.bits, self.version = copy.deepcopy(model).eval(), bits, 0
         ends = end_token_ids(model, tokenizer)
         super().__init__(lambda: self.model, eos_token_ids=ends, pad_token_id=tokenizer.pad_token_id)
@@ -36,8 +36,8 @@ class RoundedEngine(NativeEngine):
         return completions
 
 
-def rounded(matrix: torch.Tensor, bits: int) -> torch.Tensor:
-    """Each row on a symmetric grid of 2^bits - 1 values up to its largest.
+def rounded(matrix: torch.Tensor, bits: float) -> torch.Tensor:
+    """Each row on a symmetric grid up to its largest number, of 2^bits - 1 values if `bits` is whole.
 
     Example:
         >>> rounded(torch.tensor([[0.0, 0.3, -1.0]]), 2).tolist()

@@ -95,7 +95,7 @@ difference that is called an effect:
 
 If a claim has several parts, the weakest verdict decides. An undecided claim is run once more, with as many further
 seeds. The interval before and the interval after are both at 97.5%; figures on this page show 95%. Where a
-precondition fails, the mechanism does not act here, and the claim is undecided.
+precondition fails, the mechanism does not act here: the claim is undecided, and further seeds would not change it.
 
 **False verdicts to expect.** The verdict of a part is wrong in at most about 5%: of the {planned} parts with an
 interval on this page {expected} would be wrong. Parts that have run so far: {counted}. Enumerations are exact.

@@ -272,7 +272,10 @@ def test_a_claim_is_decided_once_all_its_seeds_have_run():
     (one,) = answers(claim, runs_of([0.3, 0.3]), {})
     assert (one.verdict, one.seeds) == (HOLDS, 2)
     assert verdict_of(claim, [one], []) == HOLDS
-    assert verdict_of(claim, [one], ["a precondition: 0"]) == OPEN
+    (against,) = answers(claim, runs_of([-0.3, -0.3]), {})
+    assert verdict_of(claim, [against], []) == FAILS
+    for each in (one, against):
+        assert verdict_of(claim, [each], ["a precondition: 0"]) == OPEN
 
 
 def test_an_undecided_claim_looks_once_more_and_a_decided_one_does_not():
