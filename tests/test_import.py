@@ -1,6 +1,7 @@
 """`import covey` costs nothing, and promises only what is there."""
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -135,3 +136,10 @@ def _distribution(module):
 def test_trainers_of_distillation_are_refused_with_the_one_that_is_there(name):
     with pytest.raises(ImportError, match="DistillationTrainer"):
         getattr(covey, name)
+
+
+@pytest.mark.parametrize("module", ["covey.experimental", "covey.experimental.gkd", "covey.experimental.sdpo.trainer"])
+def test_modules_of_trl_experimental_are_refused_with_what_is_there(module):
+    with pytest.raises(ImportError, match="DistillationTrainer") as refused:
+        importlib.import_module(module)
+    assert type(refused.value) is ImportError
