@@ -417,6 +417,18 @@ def test_a_loaded_model_is_planned_in_its_own_dtype(tmp_path):
     assert estimate_of(args, model.to(torch.bfloat16)).weights * 2 == whole and args.model_init_kwargs is None
 
 
+@pytest.mark.parametrize("adapter", [None, {"r": 2, "target_modules": ["q_proj", "down_proj"]}])
+def test_a_loaded_model_is_planned_as_its_config(tmp_path, adapter):
+    given = args(use_cpu=True, output_dir=str(tmp_path), gradient_checkpointing=False)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**TINY))
+    if adapter is not None:
+        model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **adapter))
+    loaded, planned = estimate_of(given, model), estimate(LlamaConfig(**TINY), given, peft=adapter)
+    for part in ("weights", "gradients", "activations", "gaps", "packed", "kv_cache", "training", "sampling"):
+        assert getattr(loaded, part) == getattr(planned, part), part
+    assert loaded.packed > 0 or not torch.backends.mkl.is_available()
+
+
 def test_models_are_counted_whole_under_zero3(monkeypatch):
     from transformers.integrations import deepspeed
 
@@ -430,3 +442,13 @@ def test_models_are_counted_whole_under_zero3(monkeypatch):
     assert deepspeed.is_deepspeed_zero3_enabled()
     assert count_parameters(config) == whole
     assert deepspeed.is_deepspeed_zero3_enabled()
+
+
+@pytest.mark.parametrize(
+    "loss, top, states", [("divergence", -1, 16 * 8 * 16 * 4), ("divergence", 20, 0), ("advantage", 0, 0)]
+)
+def test_hidden_states_of_a_teacher_count_with_the_whole_vocabulary(loss, top, states):
+    settings = {"teacher": "start", "teacher_loss": loss, "teacher_top_k": top, "per_device_train_batch_size": 16}
+    found = estimate(LlamaConfig(**TINY), args(**settings))
+    assert found.teacher_states == states  # rollouts, tokens, hidden size, bytes
+    assert found.resident == found.weights + found.optimizer + found.reference + states

@@ -85,7 +85,7 @@ class GroupFunction(_IsolatedFunction):
     """A user's `async (row, engine, n) -> n rollouts`."""
 
     def trained(self, seats: Collection[str]) -> list[str]:
-        """Roles of a game that are not played by opponents (`seats`), in the order of its rollouts; empty if unknown."""
+        """Roles of a game that opponents (`seats`) do not play, in the order of its rollouts; empty if unknown."""
         return []
 
     async def __call__(self, row: dict[str, Any], engine: EpisodeEngine, n: int) -> list[Rollout]:

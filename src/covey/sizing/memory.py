@@ -28,6 +28,7 @@ from covey.sizing.model_spec import (
     SavedActivations,
     VisionEncoderSpec,
     count_parameters,
+    spec_of,
     unit_parameters,
 )
 
@@ -136,6 +137,8 @@ class MemoryEstimate:
     # Experts of the tokens of a rollout batch, with `routing_replay`: prompts once for each group, a byte or two for
     # each layer and expert of a token.
     routes: int = 0
+    # With `teacher_top_k=-1`, hidden states of a teacher for a rollout batch's completions, as wide as the policy's.
+    teacher_states: int = 0
     micro_batches: int = 2  # of an optimizer step; with several, gradients are there in addition to activations
     micro_batch_tokens: int = 0  # T
     room: int = 0  # tokens of a micro-batch that fit into a GPU's memory; 0 if unknown
@@ -165,7 +168,7 @@ class MemoryEstimate:
 
     @property
     def resident(self) -> int:
-        kept = self.reference + self.teachers + self.opponents + self.sent + self.routes
+        kept = self.reference + self.teachers + self.teacher_states + self.opponents + self.sent + self.routes
         return self.weights + self.optimizer + kept
 
 
@@ -309,6 +312,7 @@ def _estimate(
         teachers=teachers,
         sent=counts.parameters * stored if device == "cpu" and _keeps_sent(args, whole) else 0,
         routes=_route_bytes(args, text, prompt, completion),
+        teacher_states=_teacher_state_bytes(args, text, completion, computed),
         micro_batches=count,
         micro_batch_tokens=tokens,
         room=room,
@@ -333,11 +337,13 @@ def estimate_of(args: Any, model: Any, opponents: Opponents | None = None, teach
     `teachers` are bytes of models that have been loaded as teachers.
     """
     base = base_model(model)
-    if not getattr(base, "is_quantized", False):  # quantised weights are counted as float32
+    if getattr(base, "is_quantized", False):  # quantised weights are counted as float32
+        trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        counts = ModelSpec(sum(p.numel() for p in model.parameters()), trainable, packed=0)
+    else:
         args = copy.copy(args)
         args.model_init_kwargs = {"dtype": base.dtype}
-    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    counts = ModelSpec(sum(p.numel() for p in model.parameters()), trainable, packed=0)
+        counts = spec_of(model, base)
     adapter: dict[str, Any] | None = {} if has_adapter(model) else None
     loaded = sum(p.numel() * p.element_size() for p in model.parameters()) if args.device.type == "cpu" else 0
     available = available_bytes(args) + loaded
@@ -406,9 +412,21 @@ def _route_bytes(args: Any, text: Any, prompt: int, completion: int) -> int:
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     experts = next((number for name in names if (number := getattr(text, name, None))), 1)
     shape = RouteShape(tuple(range(text.num_hidden_layers)), text.num_hidden_layers, int(experts), int(top_k))
-    algebra = args.algebra()
-    rollouts = algebra.per_device_train_batch_size * algebra.steps_per_generation
+    rollouts = _rollouts(args)
     return shape.nbytes * (rollouts * completion + -(-rollouts // (args.num_generations or 1)) * prompt)
+
+
+def _teacher_state_bytes(args: Any, text: Any, completion: int, number: int) -> int:
+    """Bytes of hidden states that stand for a teacher's log-probs of the whole vocabulary; 0 for named tokens."""
+    if args.teacher_loss != "divergence" or args.teacher_top_k >= 0:
+        return 0
+    return _rollouts(args) * completion * text.hidden_size * number
+
+
+def _rollouts(args: Any) -> int:
+    """Rollouts of a rollout batch on a process."""
+    algebra = args.algebra()
+    return algebra.per_device_train_batch_size * algebra.steps_per_generation
 
 
 def _cached_tokens(args: Any, prompt: int, completion: int, vision: bool) -> int:

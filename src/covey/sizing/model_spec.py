@@ -8,12 +8,13 @@ from torch import nn
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+from covey.engines.native.packed_weights import packs_for_onednn
 from covey.policy.adapters import exclude_parts, freeze_parts, part_names
 from covey.policy.loading import auto_class_of, sees_images, whole_models
 
 PACKED_ROWS = (512, 128)
 """(multiple, extra): as measured, MKL's packed copy of a weight [n, k] takes (n rounded up to `multiple` + `extra`) · k
-numbers."""
+numbers. oneDNN's copy takes n · k."""
 
 BLOCK, NESTED_BLOCK = 64, 256
 """Numbers of a 4-bit weight that share a scale, and scales that share a scale if scales are quantised as well."""
@@ -42,7 +43,7 @@ class VisionEncoderSpec(NamedTuple):
     passing: int = 0  # channels of products that are not saved
     merger: int = 0  # numbers that the aligner saves for each token of an image, where it is the encoder's last part
     aligner: int = 0  # the same if the aligner follows the encoder
-    packed: int = 0  # numbers of MKL's packed copies of its linear layers
+    packed: int = 0  # numbers of the packed copies of its linear layers
 
 
 class QuantisedWeights(NamedTuple):
@@ -56,7 +57,7 @@ class QuantisedWeights(NamedTuple):
 class ModelSpec(NamedTuple):
     parameters: int
     trainable: int  # parameters that are trained
-    packed: int  # numbers of MKL's packed copies of its linear layers
+    packed: int  # numbers of the packed copies of its linear layers on this machine's CPU
     quantised: QuantisedWeights = QuantisedWeights()
     saved: SavedActivations | None = None  # None: assume that all weights are trained, or all have adapters
     embeddings: int | None = None  # trained matrices of vocabulary x hidden size; None: one if all weights are trained
@@ -90,35 +91,40 @@ def count_parameters(
     config: Any, peft: dict[str, Any] | None = None, quantization: Any = None, frozen: Collection[str] = ()
 ) -> ModelSpec:
     """Exact counts of a language model with adapter, quantised weights and frozen parts ("vit", "aligner", "llm")."""
-    model = meta_model(config)
-    quantised = set(_quantised_layers(model, quantization)) if quantization is not None else set()
+    base = model = meta_model(config)
+    quantised = list(_quantised_layers(model, quantization)) if quantization is not None else []
     if frozen:
         freeze_parts(model, frozen)
-    base = model
     if peft is not None:
         from peft import LoraConfig, get_peft_model
 
         with torch.device("meta"):
             settings = LoraConfig(**{"task_type": "CAUSAL_LM", **peft})
             model = get_peft_model(model, exclude_parts(model, settings, frozen) if frozen else settings)
+    spec = spec_of(model, base, quantised, in_int8=bool(quantised) and quantization.load_in_8bit)
+    numbers = [layer.weight.numel() for layer in quantised]
+    sizes = [_quantised_bytes(layer, quantization) for layer in quantised]
+    return spec._replace(quantised=QuantisedWeights(sum(numbers), sum(sizes), max(numbers, default=0)))
+
+
+def spec_of(model: Any, base: Any, quantised: Collection[nn.Module] = (), in_int8: bool = False) -> ModelSpec:
+    """Exact counts of a model as it is, without its `quantised` layers; `base` is the model without adapter."""
+    config, apart = base.config, set(quantised)
     vision = _vision_encoder(model, base) if sees_images(config) else VisionEncoderSpec()
     encoder = set(base.get_encoder(modality="image").modules()) if sees_images(config) else set()
-    linear = [m for m in model.modules() if type(m) is nn.Linear and m not in quantised and m not in encoder]
+    linear = [m for m in model.modules() if type(m) is nn.Linear and m not in apart and m not in encoder]
     text = config.get_text_config()
     head = {id(p) for p in base.get_output_embeddings().parameters()}
     vocabulary = (text.vocab_size, text.hidden_size)
     embeddings = [id(p) in head for p in model.parameters() if tuple(p.shape) == vocabulary and p.requires_grad]
-    numbers = [layer.weight.numel() for layer in quantised]
-    sizes = [_quantised_bytes(layer, quantization) for layer in quantised]
     return ModelSpec(
-        model.num_parameters(),
-        model.num_parameters(only_trainable=True),
+        sum(p.numel() for p in model.parameters()),
+        sum(p.numel() for p in model.parameters() if p.requires_grad),
         _packed(linear),
-        QuantisedWeights(sum(numbers), sum(sizes), max(numbers, default=0)),
-        _saved_activations(base, text, in_int8=bool(quantised) and quantization.load_in_8bit),
-        len(embeddings),
-        any(embeddings),
-        vision,
+        saved=_saved_activations(base, text, in_int8),
+        embeddings=len(embeddings),
+        head=any(embeddings),
+        vision=vision,
     )
 
 
@@ -136,6 +142,10 @@ def meta_model(config: Any) -> Any:
 
 
 def _packed(layers: list[nn.Linear]) -> int:
+    """Numbers of the built-in engine's packed copies on this machine's CPU."""
+    numbers = sum(layer.weight.numel() for layer in layers)
+    if packs_for_onednn(numbers):
+        return numbers
     step, more = PACKED_ROWS
     return sum((-(-layer.out_features // step) * step + more) * layer.in_features for layer in layers)
 

@@ -32,7 +32,7 @@ def memory(run: ExplainedRun) -> Iterator[str]:
     parts |= {"activations": m.activations, "logits": m.logits + m.head_gradient + m.late_gradient}
     others = {"encoder": m.encoder, "gaps between": m.gaps, "weights' casts": m.casts, "unpacked weight": m.unpacked}
     others |= {"gathered layers": m.gathered, "gathered copy": m.copy, "opponents": m.opponents}
-    others |= {"teachers": m.teachers}
+    others |= {"teachers": m.teachers, "teacher states": m.teacher_states}
     others |= {"weights as sent": m.sent, "routes": m.routes}
     parts |= {name: size for name, size in others.items() if size}
     if not args.samples_elsewhere:

@@ -58,14 +58,18 @@ def packed_linears(model: nn.Module, dtype: str | None = None) -> Iterator[Packe
             _patch(groups, partial(RoundedKernel, dtype), packed)
         if torch.backends.mkl.is_available() and not torch.is_autocast_enabled("cpu"):
             others = _groups(model, [module for module in model.modules() if _is_plain(module)])
-            large = sum(x.weight.numel() for group in others for x in group) >= LARGE_MODEL
-            onednn = large and onednn_is_faster(few_rows=True)
+            onednn = packs_for_onednn(sum(x.weight.numel() for group in others for x in group))
             _patch(others, partial(row_invariant, OnednnKernel if onednn else MklKernel), None)
             groups += others
         yield packed
     finally:
         for module in (module for group in groups for module in group):
             vars(module).pop("forward", None)
+
+
+def packs_for_onednn(numbers: int) -> bool:
+    """True if a model with so many numbers in its linear layers multiplies with oneDNN's copies instead of MKL's."""
+    return numbers >= LARGE_MODEL and onednn_is_faster(few_rows=True)
 
 
 def _patch(groups: Sequence[Sequence[Any]], make: MakeKernel, packed: Packed | None) -> None:
