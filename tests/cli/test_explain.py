@@ -289,6 +289,25 @@ def test_the_first_prompt_lengths_and_rewards_are_shown(run_file, data, capsys, 
     assert "counted in rewards/fail_on_empty/failures" in text
 
 
+def test_an_environment_that_nobody_played_in_rewards_nothing(run_file, data, capsys, tmp_path):
+    (tmp_path / "own.py").write_text(
+        """
+class Room:
+    def reset(self, **row):
+        return "go"
+
+    def step(self, action):
+        return "", 1.0, True
+
+    def get_reward(self):
+        return 1.0
+"""
+    )
+    assert main([run_file, *data[:2], "--environment_factory", "own.py:Room", "--prompts_as_messages", "True"]) == 0
+    text = words(capsys.readouterr().out)
+    assert "as the model reads it:" in text and "Room" not in text and "no reward function" not in text
+
+
 def test_prompts_that_leave_no_room_are_counted(run_file, data, capsys, tmp_path):
     # a context of 2048: 2040 and 300 tokens with completions of 256
     rows = [{"prompt": "1" * size, "solution": "2"} for size in (2040, 4, 5, 300)]

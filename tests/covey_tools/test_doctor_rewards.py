@@ -25,7 +25,7 @@ from covey_tools.doctor.examined import SampleBatch
 from covey_tools.doctor.reward_calls import _scores_other_rows, _silent_about_wrong, order, remembered, slow
 from covey_tools.doctor.reward_differences import flat
 from covey_tools.doctor.reward_texts import constants_of, text_matching
-from covey_tools.doctor.reward_values import cancelling, length, scale, sign, turned
+from covey_tools.doctor.reward_values import cancelling, length, scale, sign, summary_of, turned
 
 NAN = float("nan")
 
@@ -69,6 +69,15 @@ def test_absent_rollouts_are_no_completions():
     assert (base.cut, base.texts, int(base.unscored.sum())) == (0.5, ["a", "b"] * 2, 0)
     assert _different(base) == 1.0
     assert _silent_about_wrong(run(base, ["right"])) is None
+
+
+def test_rewards_that_differ_between_seats_alone_are_no_signal():
+    """A zero-sum game that the first seat always wins: compared by role, no rollout has a signal."""
+    base, suite = batch([[1], [-1]] * 3), SimpleNamespace(abstains=False)
+    for compare, expected in (("group", 1.0), ("role", None), ("role_average", None)):
+        args = SimpleNamespace(compare=compare, advantages="group", dynamic_sample=False)
+        games = SimpleNamespace(base=base, group=2, args=args, suite=suite)
+        assert summary_of(games)["groups_with_signal_expected"] == expected
 
 
 def test_functions_that_cancel_are_named():

@@ -233,6 +233,8 @@ def signal(run: ExaminedRun) -> Iterator[Finding]:
     base, group = run.base, run.group
     if not base.spread.any() or run.args.dynamic_sample or run.args.advantages == "reinforce_plus_plus":
         return  # the last has the batch as its baseline
+    if run.args.compare != "group":
+        return  # rewards of the seats of a game differ without any signal
     if base.size < SAMPLES and hasattr(run, "sample"):
         base = run.sample(PROMPTS, SAMPLES, max_tokens=base.limit)
     now, more = base.signal(group), base.signal(8)
@@ -279,4 +281,6 @@ def summary_of(run: ExaminedRun) -> dict[str, Any]:
     }
     if run.suite.abstains:  # every token has the teacher's signal, and groups have none
         figures |= {"signal": True, "groups_with_signal": None, "groups_with_signal_expected": None}
+    elif run.args.compare != "group":
+        figures |= {"groups_with_signal": None, "groups_with_signal_expected": None}
     return figures

@@ -40,7 +40,7 @@ from covey.sizing.memory import ASSUMED_PROMPT_TOKENS, Images, MemoryEstimate, O
 from covey.sizing.model_spec import meta_model
 from covey.sizing.step_cost import MACHINES
 from covey.sizing.vllm_memory import EngineMemory, engine_memory
-from covey.trainer.build_rollouts import plays_functions
+from covey.trainer.build_rollouts import EnvironmentReward, plays_functions
 from covey.trainer.checks import check_evaluations
 from covey.trainer.prepare import Arguments, build_parts, read_arguments
 from covey.trainer.teacher_weights import PolicyWeights, teacher_bytes
@@ -406,6 +406,8 @@ def reward_lines(suite: RewardSuite, collector: Collector | None, row: dict[str,
         return
     if (collector and plays_functions(collector.spec)) or row.get("prompt") is None:
         return  # completions have arguments of the user's own, or prompts are an environment's
+    if all(isinstance(one, FunctionReward) and isinstance(one.function, EnvironmentReward) for one in suite.functions):
+        return  # an environment rewards what was played in it
     column, tried = _solution_column(suite, row), []
     for text in (str(row[column]) if column else "?", ""):
         if collector:
