@@ -12,20 +12,21 @@ from covey.policy.loading import end_token_ids
 
 
 class RoundedEngine(NativeEngine):
-    """The built-in engine on a copy of the model, exact or with matrices rounded to `bits` bits a row."""
+    """The built-in engine on a copy of the model, exact or with matrices rounded to `bits` bits a row.
+
+    An update is copied from the model itself: names in it are those of checkpoints, in which experts are apart.
+    """
 
     def __init__(self, model: Any, tokenizer: Any, bits: float | None = None):
-        self.model, self.bits, self.version = copy.deepcopy(model).eval(), bits, 0
+        self.source, self.model, self.bits, self.version = model, copy.deepcopy(model).eval(), bits, 0
         ends = end_token_ids(model, tokenizer)
         super().__init__(lambda: self.model, eos_token_ids=ends, pad_token_id=tokenizer.pad_token_id)
         self.traits = EngineTraits(batch_invariant=True)
 
     def load_weights(self, update: WeightUpdate) -> None:
         with torch.no_grad():
-            own = self.model.state_dict()
-            for spec, tensor in update.checked():
-                rounds = self.bits is not None and tensor.dim() == 2
-                own[spec.name].copy_(rounded(tensor, self.bits) if rounds and self.bits else tensor)
+            for own, tensor in zip(self.model.parameters(), self.source.parameters(), strict=True):
+                own.copy_(tensor if self.bits is None or tensor.dim() < 2 else rounded(tensor, self.bits))
         self.version = update.version
 
     async def generate(self, request: SampleRequest) -> list[Completion]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from benchmarks.claims import losses, page, recipes, simulation
 from benchmarks.claims.beds import DistillationBed, StudyBed, TinyBed, WeightsBed, history_logs
 from benchmarks.claims.claim import (
@@ -22,6 +23,7 @@ from benchmarks.claims.claim import (
     arms_of,
     verdict_of,
 )
+from benchmarks.claims.engines import RoundedEngine
 from benchmarks.claims.exact import Exact
 from benchmarks.claims.games import KuhnBed
 from benchmarks.claims.measures import (
@@ -55,9 +57,11 @@ from benchmarks.claims.statistic import (
 from benchmarks.claims.table import CLAIMS, NOT_TESTED
 from benchmarks.claims.table import claim as claim_of
 
+from benchmarks import letters, process_supervision
 from covey import GRPOConfig
 from covey.algorithms import ADVANTAGES, LOSS_TYPES
 from covey.config.choosing import SAMPLER_FORMS, SAMPLERS
+from covey.core.engine import WeightUpdate
 from covey_tools.study.variants import settings_of
 from tests.algorithms.test_algorithms import BUILT_IN
 
@@ -479,3 +483,21 @@ def test_a_rounded_engine_differs_from_the_trainer_and_a_copy_does_not(registere
         logs = bed.train({}, seed=0)["logs"]
         differences.append(logs["engine difference"][0][1])
     assert differences[0] < 1e-5 < 1e-3 < differences[1]
+
+
+@pytest.mark.parametrize("mixture", [False, True])
+def test_a_rounded_copy_follows_the_model(mixture):
+    model = losses.tiny_mixture() if mixture else letters.tiny_llama(process_supervision.VOCABULARY)
+    exact, coarse = (
+        RoundedEngine(model, letters.tokenizer(process_supervision.VOCABULARY), bits) for bits in (None, 8)
+    )
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.1)
+    for engine in (exact, coarse):
+        engine.load_weights(WeightUpdate(3, (), lambda: iter(())))
+        assert engine.version == 3
+    for weight, same, near in zip(*(one.parameters() for one in (model, exact.model, coarse.model)), strict=True):
+        assert torch.equal(weight, same)
+        torch.testing.assert_close(near, weight, atol=float(weight.abs().max()) / 127, rtol=0)
+        assert torch.equal(near, weight) == (weight.dim() == 1)
