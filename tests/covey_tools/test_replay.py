@@ -49,6 +49,27 @@ def test_a_run_without_rewards_is_replayed(tmp_path, capsys):
     assert "2 of 2 logged steps have the same loss and grad_norm" in capsys.readouterr().out
 
 
+def test_games_are_replayed_without_what_played_them(tmp_path, capsys):
+    """Roles are on record; settings of the rollouts, which nothing reads now, are no mistakes."""
+
+    async def play(row, engine, n):
+        seats = [(role, engine.begin(f"{row['prompt']} {role}:")) for role in ("first", "second")]
+        for _, episode in seats:
+            await episode.sample()
+        return [episode.done(role=role) for role, episode in seats]
+
+    parts = {"model": AutoModelForCausalLM.from_pretrained(tiny.folder(tmp_path / "model")), "reward_funcs": digits}
+    settings = {"compare": "role_average", "rollouts_per_game": 2, "max_turn_length": 5, "rollout_timeout": 50.0}
+    made = runs.trainer(tmp_path / "run", parts={**parts, "rollout_func": play}, record="tokens", **settings)
+    made.train()
+    made.save_model()
+    assert replay(tmp_path / "run", tmp_path / "again") == 0
+    shown = capsys.readouterr()
+    assert "2 of 2 logged steps have the same loss" in shown.out and "The weights are the same." in shown.out
+    assert "has no effect" not in shown.err
+    assert replay(tmp_path / "run", tmp_path / "role", "--compare", "role") == 0
+
+
 def test_other_weights_of_the_same_losses_are_a_difference(run, tmp_path, capsys):
     shutil.copytree(run, tmp_path / "run")
     saved = tmp_path / "run/model.safetensors"

@@ -133,6 +133,8 @@ def _check_combinations(
             f"speculative_reuse={args.speculative_reuse!r} reuses completions that are one turn; with tools, an"
             " environment_factory or a rollout_func, leave it unset.",
         )
+    if args.replay_from is not None:
+        return  # rollouts are on record, whatever played them
     if not plays or (rollout_func is not None and form_of(rollout_func) == "batch"):
         for name, default in (("max_turn_length", None), ("trained_turns", "all")):
             if (value := getattr(args, name)) != default:
@@ -170,7 +172,7 @@ def _check_seats(
                 "only rollout functions of the forms (row, engine) and (row, engine, n), games and programs have seats."
             )
             yield Finding.warning("setting-unread", evidence, fix)
-    if not (
+    if args.replay_from is None and not (
         is_game(environment_factory)
         or is_team(environment_factory)
         or (rollout_func is not None and form_of(rollout_func) == "group")
@@ -178,7 +180,7 @@ def _check_seats(
         because = "no function of the form (row, engine, n) plays several rollouts of a game"
         yield from ignored(args, ["rollouts_per_game"], because)
     past = [one for one in (*(seats or {}).values(), *(seats_of_programs(programs))) if past_steps(one) is not None]
-    if not past:
+    if not past and args.replay_from is None:
         yield from ignored(args, ["opponents_kept"], 'no seat is an earlier policy ("policy:n")')
 
 
