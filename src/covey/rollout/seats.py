@@ -26,8 +26,8 @@ class SeatEngine(Protocol):
 class PastOpponents(Protocol):
     """Engines of earlier versions of the policy."""
 
-    def keep(self, step: int) -> None:
-        """Record that the policy has taken `step` optimizer steps, and copy it if a copy is due."""
+    def keep(self, step: int, copies: bool = True) -> None:
+        """Record that the policy has taken `step` optimizer steps, and copy it if `copies` and a copy is due."""
 
     def state_dict(self) -> dict[str, Any]: ...
 

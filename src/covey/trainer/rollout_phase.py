@@ -217,8 +217,8 @@ class RolloutPhase:
 
     def send_weights(self, mode: Mode) -> Stats:
         """Send the current weights before sampling; rollouts in flight keep theirs. Returns metrics. Collective."""
-        for opponents in self.collector.opponents if mode == "train" else ():
-            opponents.keep(self.run.step)
+        for opponents in self.collector.opponents:
+            opponents.keep(self.run.step, copies=mode == "train")
         if self.async_rollouts is None:
             return self._send_weights(self.run.step)
         if mode == "eval":

@@ -53,8 +53,8 @@ def test_the_policy_of_the_step_before_is_an_opponent(tmp_path):
     assert isinstance(past, PastPolicies)
     seen, keep = [], past.keep
 
-    def keeping(step):
-        keep(step)
+    def keeping(step, copies):
+        keep(step, copies)
         policy = [one.detach().clone() for one in trainer.policy.parameters()]
         (chosen, age) = past.chosen(("any",))
         model = next(model for model, engine in past.copies.values() if engine is chosen)
@@ -116,6 +116,20 @@ def test_copies_are_taken_at_their_time_and_dropped():
     ages = {past.chosen(("game", number))[1] for number in range(20)}
     assert ages == {2, 4}
     assert past.chosen(("game", 3)) == past.chosen(("game", 3))
+    past.keep(10, copies=False)  # an evaluation after two more steps, before the next rollout batch
+    assert sorted(past.copies) == [4, 6, 8]
+    assert {past.chosen(("game", number))[1] for number in range(20)} == {2, 4, 6}
+
+
+def test_an_evaluation_meets_opponents_of_the_policy_as_it_is_then(tmp_path):
+    """After 2 steps, before a third rollout batch, the copies of steps 0 and 1 are 2 and 1 steps old."""
+    trainer = made(tmp_path, {"other": "policy:1"}, max_steps=2, opponents_kept=2)
+    trainer.train()
+    (past,) = trainer.collector.opponents
+    before = sorted(past.copies)
+    trainer.evaluate(tiny.rows(2))
+    assert before == sorted(past.copies) == [0, 1]
+    assert {past.chosen(("game", number))[1] for number in range(20)} == {1, 2}
 
 
 def test_a_function_may_be_an_opponent_and_another_one_in_evaluations(tmp_path):

@@ -68,9 +68,14 @@ class PastPolicies:
     step: int = field(default=0, init=False)  # optimizer steps that the policy has taken
     copies: dict[int, tuple[Any, FrozenEngine]] = field(default_factory=dict, init=False)  # by the step of each
 
-    def keep(self, step: int) -> None:
-        """Take a copy if it is time for one, and drop those that no game is played against any more."""
+    def keep(self, step: int, copies: bool = True) -> None:
+        """Take a copy if it is time for one, and drop those that no game is played against any more.
+
+        Without `copies`, as in an evaluation, only the policy's step is recorded.
+        """
         self.step = step
+        if not copies:
+            return
         if not self.copies or step - max(self.copies) >= self.every:
             self._add(step, frozen_copy(self.policy()))
         for old in self._old_enough()[: -self.kept]:
