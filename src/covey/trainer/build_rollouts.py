@@ -192,6 +192,10 @@ def _check_game(args: OnlineConfig, play: PlayedGame, tools: Any, seats: Any, ev
     if missing := [method for method in METHODS if not callable(getattr(kind, method, None))]:
         evidence = f"`environment_factory` {name} has roles and no method {', '.join(missing)}:"
         yield Finding.error("environment-methods", evidence, f"a game has {', '.join(METHODS)}.")
+    if len(set(play.roles)) < len(play.roles):
+        evidence = f"{name} has a role twice: its roles are {roles}."
+        yield Finding.error("game-seats", evidence, "Give each seat a role of its own.")
+        return
     if unknown := [role for role in eval_seats if role not in play.roles]:
         evidence = f"the seats {', '.join(map(repr, unknown))} are no roles of {name}, which are {roles}."
         yield Finding.error("game-seats", evidence, "Name the role that an opponent plays.")

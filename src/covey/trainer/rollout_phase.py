@@ -127,7 +127,8 @@ class RolloutPhase:
         reused = reuse_stats(rollouts) if reuse is not None else {}
         stats.append({**result.stats, **log.metrics, **reused})
         rewards = reports.without_failed_games(samples, rollouts, result.rewards)
-        stats.append(reports.opponent_stats(rollouts, rewards, self.rewards.weights))
+        weights = torch.stack([self.rewards.weights_of(one.source) for one in samples] or [self.rewards.weights])
+        stats.append(reports.opponent_stats(rollouts, rewards, weights))
         return RolloutBatch(samples, rollouts, rewards, log.columns, result.steps, key, stats=stats)
 
     def next_key(self, mode: Mode) -> tuple[str, int]:

@@ -179,10 +179,10 @@ def without_failed_games(samples: Sequence[PromptSample], rollouts: Sequence[Rol
     return rewards
 
 
-def opponent_stats(rollouts: Sequence[Rollout], rewards_NF: Tensor, weights_F: Tensor) -> dict[str, Stat]:
+def opponent_stats(rollouts: Sequence[Rollout], rewards_NF: Tensor, weights_NF: Tensor) -> dict[str, Stat]:
     """Mean reward against each earlier policy, by its age in optimizer steps."""
     ages = [str(rollout.extras.get("opponent_age", "")) for rollout in rollouts]
-    totals = weighted_total(rewards_NF.double(), weights_F.double()).tolist()
+    totals = weighted_total(rewards_NF.double(), weights_NF.double()).tolist()
     return stats_by_label("opponents", ages, {"reward": totals}, {})
 
 

@@ -158,6 +158,7 @@ def without(method):
         (Takes, {"seats": {"second": "frozen"}}, {}, "game-seats"),
         (Takes, {"seats": {"frist": "frozen"}}, {}, "game-seats"),
         (Takes, {"eval_seats": {"first": "frozen", "second": "frozen"}}, {}, "game-seats"),
+        (type("Twice", (Takes,), {"roles": ("first", "first")}), {}, {}, "game-seats"),
         (without("observe"), {}, {}, "environment-methods"),
         ({"takes": Takes}, {}, {}, "player-type"),
     ],

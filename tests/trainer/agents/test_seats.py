@@ -75,6 +75,16 @@ def test_rewards_against_earlier_policies_are_logged_by_their_age(tmp_path):
     assert {name for name in logs[2] if name.startswith("opponents/")} <= {"opponents/1/reward", "opponents/2/reward"}
 
 
+def test_rewards_against_earlier_policies_have_the_weights_of_their_source(tmp_path):
+    """Rewards of source "b" count ten times, for the rewards of the role and of its opponents alike."""
+    first, second = tiny.rows(8)[:4], tiny.rows(8)[4:]
+    parts = {"rollout_func": against, "reward_funcs": points, "seats": {"other": "policy:1"}}
+    parts |= {"train_dataset": {"a": first, "b": second}, "sources": {"b": {"reward_weights": [10.0]}}}
+    trainer = runs.trainer(tmp_path, parts=parts, max_steps=1)
+    trainer.train()
+    assert runs.history(trainer, "opponents/0/reward") == runs.history(trainer, "roles/first/reward")
+
+
 def test_a_resumed_run_plays_the_same_opponents(tmp_path):
     settings = {"max_steps": 3, "opponents_kept": 2, "save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-2}
     whole = made(tmp_path, {"other": "policy:1"}, **settings)
