@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -37,8 +37,8 @@ PILOT = 99
 class Bed(Protocol):
     """A task with its fixed settings. A dataclass, so that the digest of a claim covers it."""
 
-    at_once: int  # runs in one process
-    name: str
+    name: ClassVar[str]
+    at_once: ClassVar[int]  # runs in one process
 
     def run(self, arms: Mapping[str, Mapping[str, Any]], runs: Sequence[tuple[str, int]], folder: str) -> Runs: ...
 

@@ -123,7 +123,7 @@ CLAIMS = (
             ),
             Part("H2", "Last score, .28 - .2 > -.05.", "non-inferiority", DELTA, Score(), "0.28", "0.2"),
         ),
-        "Entropy is higher because learning is slower: entropy at equal reward is the control (part H3).",
+        "Entropy is higher because learning is slower: the scores of the arms at the same steps tell.",
         30,
         OFF_POLICY,
         {"0.2": {"epsilon_high": 0.2}, "0.28": {"epsilon_high": 0.28}, "0.4": {"epsilon_high": 0.4}},

@@ -401,7 +401,14 @@ def check_sources(datasets: Any, given: Any, longest: int | None) -> Iterator[Fi
         evidence = f"a source is called {odd[0]!r}, and its name is part of metrics' names."
         yield Finding.error("source-name", evidence, "Give text without slashes and without spaces around it.")
     for name, rows in datasets.items():
-        if not hasattr(rows, "__len__"):
+        if isinstance(rows, Mapping) or not (hasattr(rows, "__len__") or hasattr(rows, "__iter__")):
+            yield Finding.error(
+                "dataset-type",
+                f"source {name!r} is {rows!r:.100}, not a dataset.",
+                "Give a list of rows or a `datasets.Dataset` (of a DatasetDict, one split). Settings of a source are in"
+                f" `sources`, as in train_dataset={{{name!r}: rows}}, sources={{{name!r}: {{'weight': 2}}}}.",
+            )
+        elif not hasattr(rows, "__len__"):
             yield Finding.error(
                 "stream-lookup",
                 f"source {name!r} ({type(rows).__name__}) can only be read forward, and prompts of several sources are"

@@ -248,6 +248,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "Gave a run with sources a column `source` of another meaning": "",
         "Gave a source no reward": "",
         "Gave a source without a length": "",
+        "Gave a source its settings together with its rows": "",
         "Ordered prompts by a column that some rows have not": "",
         "Chose a sampler or a gate that there is not": "",
         "Made the same mistake in the evaluation dataset": (

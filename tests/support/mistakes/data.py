@@ -296,6 +296,16 @@ DATASETS = [
         "IterableDataset",
         rows=lambda: {"a": stream(), "b": tiny.rows()},
     ),
+    sourced(
+        "Gave a source its settings together with its rows",
+        "dataset-type",
+        "'a'",
+        "sources=",
+        rows={"a": {"data": tiny.rows(), "weight": 2}, "b": tiny.rows()},
+    ),
+    sourced(
+        "Gave a source its settings together with its rows", "dataset-type", "None", rows={"a": tiny.rows(), "b": None}
+    ),
     checked(
         "Ordered prompts by a column that some rows have not",
         lambda b: b.build({"prompt_sampler": {"order": "level"}}),
