@@ -14,6 +14,8 @@ class Records:
 
     def __init__(self, path: Path):
         self.path = path
+        self._state: tuple[int, int] | None = None  # of the file when it was last read
+        self._records: list[dict[str, Any]] = []
 
     def add(self, **record: Any) -> dict[str, Any]:
         """Write one down and return it."""
@@ -23,8 +25,15 @@ class Records:
         return record
 
     def find(self, **wanted: Any) -> list[dict[str, Any]]:
-        """All that have these values, in the order of writing."""
+        """All that have these values, in the order of writing; not to be changed."""
+        return [one for one in self._all() if all(one.get(name) == value for name, value in wanted.items())]
+
+    def _all(self) -> list[dict[str, Any]]:
+        """All lines, read again if the file has changed."""
         if not self.path.exists():
             return []
-        lines = (json.loads(line) for line in self.path.read_text().splitlines())
-        return [record for record in lines if all(record.get(name) == value for name, value in wanted.items())]
+        now = self.path.stat()
+        if self._state != (now.st_mtime_ns, now.st_size):
+            self._records = [json.loads(line) for line in self.path.read_text().splitlines()]
+            self._state = now.st_mtime_ns, now.st_size
+        return self._records

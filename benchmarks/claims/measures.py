@@ -108,7 +108,7 @@ class AtEqualScore:
 
     def at(self, run: Result, level: float) -> float:
         reached = progress(run)
-        values = running([value for _, value in run["logs"][self.metric]])
+        values = running(at_rewards(run, self.metric))
         step = next(number for number, reward in enumerate(reached) if reward >= level - 1e-12)
         if step == 0 or reached[step] == reached[step - 1]:
             return values[step]
@@ -235,7 +235,7 @@ class EntropyLaw:
     least: float = 0.9
 
     def __call__(self, run: Result, other: Result | None, pilots: Sequence[Result]) -> Sequence[float]:
-        entropy = running([value for _, value in run["logs"]["entropy"]])
+        entropy = running(at_rewards(run, "entropy"))
         reward = running([value for _, value in run["logs"][REWARD]])
         law = explained(np.exp(entropy), reward)
         return [law - max(self.least, explained(entropy, reward), explained(np.arange(len(reward)), reward))]
@@ -265,6 +265,12 @@ class BestRate:
 def running(values: Sequence[float], window: int = RUNNING) -> list[float]:
     """Mean of each value with up to `window - 1` before it."""
     return [float(np.mean(values[max(0, end - window) : end])) for end in range(1, len(values) + 1)]
+
+
+def at_rewards(run: Result, metric: str) -> list[float]:
+    """A metric at the steps that have a training reward: the first optimizer step on each rollout batch."""
+    by_step = dict(run["logs"][metric])
+    return [by_step[step] for step, _ in run["logs"][REWARD]]
 
 
 def progress(run: Result) -> list[float]:

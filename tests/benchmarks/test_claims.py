@@ -37,6 +37,7 @@ from benchmarks.claims.measures import (
     PassAt,
     Reach,
     Score,
+    at_rewards,
     running,
 )
 from benchmarks.claims.records import ClaimRecords
@@ -188,6 +189,15 @@ def test_metrics_are_compared_at_equal_reward():
     fast = study_run([], reward=[0.0, 0.3, 0.9, 0.9], entropy=[2.0, 1.0, 0.0, 0.0])
     # running means: slow reaches .1; fast has 0, .15: two thirds of the way, where its entropy goes from 2 to 1.5
     assert AtEqualScore("entropy")(slow, fast, []) == pytest.approx([2 - (2 - 0.5 * 2 / 3)])
+
+
+def test_metrics_of_several_updates_are_compared_at_the_first_of_each_rollout_batch():
+    run = study_run([], entropy=[2.0, 9.0, 1.0, 9.0])
+    run["logs"]["reward"] = [[1, 0.0], [3, 0.5]]
+    assert at_rewards(run, "entropy") == [2.0, 1.0]
+    same = study_run([], reward=[0.0, 0.5], entropy=[2.0, 1.0])
+    assert AtEqualScore("entropy")(run, same, []) == [0.0]
+    assert EntropyLaw()(run, None, []) == EntropyLaw()(same, None, [])
 
 
 def test_logged_metrics_are_means_of_the_last_quarter():
