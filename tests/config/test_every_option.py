@@ -380,4 +380,5 @@ def test_a_field_that_is_pointed_out_alone_has_a_case_with_its_condition(name, t
 
 
 def test_no_case_is_of_an_unknown_field():
-    assert {*WITH, *RUN, *NEVER, *NEED_MORE, *ELSEWHERE, *VALUES} <= set(NAMES)
+    newer = {"activation_checkpointing_kwargs"}  # of transformers 5.2x
+    assert {*WITH, *RUN, *NEVER, *NEED_MORE, *ELSEWHERE, *VALUES} <= {*NAMES, *newer}

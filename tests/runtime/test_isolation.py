@@ -216,7 +216,7 @@ def test_objects_of_modules_are_sent_by_value():
     [
         (lambda value: value, "<lambda>"),
         (Scaled(torch.nn.Linear(1, 1)), "it holds a model"),
-        (Scaled(open(os.devnull)).__call__, "cannot pickle '_io.TextIOWrapper'"),  # noqa: SIM115
+        (Scaled(open(os.devnull)).__call__, "cannot pickle .*TextIOWrapper"),  # noqa: SIM115
     ],
 )
 def test_what_cannot_be_sent_is_refused(function, reason: str):

@@ -271,7 +271,6 @@ def test_a_whole_number_written_as_a_fraction_is_an_integer():
         ({"number": True}, "argument 'number' must be of type number, not True"),
         ({"number": math.inf}, "argument 'number' must be of type number, not inf"),
         ({"maybe": 1.5}, "argument 'maybe' must be of type integer, not 1.5"),
-        ({"either": ["x"]}, "argument 'either' must be of type integer, not ['x']; or argument 'either'[0] must be"),
         ({"table": {"x": 1}}, "argument 'table'.x must be of type array, not 1"),
         ({"pair": [1]}, "argument 'pair' must have 2 items, not 1"),
         ({"pair": [1, 2]}, "argument 'pair'[1] must be of type string, not 2"),
@@ -285,6 +284,21 @@ def test_a_wrong_argument_is_answered_with_what_is_allowed(arguments, message):
     assert result.failure is Failure.WRONG_ARGUMENT
     assert message in result.content
     assert len(result.content) < 600
+
+
+def test_each_kind_of_a_union_is_checked():
+    tool = Tool.of(typed)
+    if "anyOf" not in tool.schema["function"]["parameters"]["properties"]["either"]:
+        pytest.skip("transformers before 5.20 does not describe the items of a list in a union")
+    (result,) = ask(Toolbox([typed]), ("typed", {"either": ["x"]}))
+    assert result.failure is Failure.WRONG_ARGUMENT
+    assert "argument 'either' must be of type integer, not ['x']; or argument 'either'[0] must be" in result.content
+
+
+@pytest.mark.parametrize("value", ["miles", ["m", "miles"], [1]])
+def test_values_that_are_no_member_of_a_union_are_wrong(value):
+    (result,) = ask(Toolbox([survey]), ("survey", {"one": None, "more": [], "either": value}))
+    assert result.failure is Failure.WRONG_ARGUMENT
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def without_kernels(bench):
     from covey.policy.lm_head.triton_tiles import Case, fastest_tiles
 
     fastest_tiles.cache_clear()
-    return fastest_tiles(Case((2, 7), torch.float32, Curve(), False, torch.device("cpu")))
+    return fastest_tiles(Case((2, 7), torch.float32, Curve(), entropy=False, targets=1, device=torch.device("cpu")))
 
 
 def with_engine(settings=None, **engine):

@@ -136,7 +136,7 @@ def unchanged(value: T, name: str) -> T:
 def close_environment(environment: Any) -> str | None:
     """Close an environment on this thread; the message of the exception that it raised, if any."""
     close = getattr(environment, "close", None)
-    return failure_of(close) if callable(close) else None
+    return failure_of(partial(call_and_wait, close)) if callable(close) else None
 
 
 def failure_of(function: Callable[[], Any]) -> str | None:

@@ -7,7 +7,7 @@ import inspect
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from covey.rollout.tools.schema import ArgumentSchema, WrongArgument, shown
 from covey.runtime.deadlines import LateCalls
@@ -80,7 +80,10 @@ class Tool:
         arguments: dict[str, Any] = self.allowed.checked(given)
         for name, members in self.enums.items():
             if arguments.get(name) is not None:
-                arguments[name] = members(arguments[name])
+                try:
+                    arguments[name] = members(arguments[name])
+                except (ValueError, TypeError) as error:  # some versions of transformers describe unions less exactly
+                    raise WrongArgument(f"argument {name!r}: {error}") from error
         return arguments
 
 
@@ -129,6 +132,9 @@ def _members(hint: Any) -> Callable[[Any], Any] | None:
             for make in filter(None, each):
                 with contextlib.suppress(ValueError, TypeError):
                     return make(value)
+            others = [get_origin(one) or one for one, make in zip(inner, each, strict=True) if make is None]
+            if not any(not isinstance(one, type) or isinstance(value, one) for one in others):
+                raise TypeError(f"{value!r} is no {hint}")
             return value
         if not isinstance(value, dict if origin is dict else list):
             raise TypeError(f"{value!r} is no {hint}")
@@ -140,6 +146,31 @@ def _members(hint: Any) -> Callable[[Any], Any] | None:
     return convert
 
 
+def _with_literals(described: Callable[..., Any]) -> Callable[..., Any]:
+    """A placeholder with the values of enumerations as literals, which all versions of transformers describe."""
+    hints = get_type_hints(described)
+    if not any(_members(hint) for hint in hints.values()):
+        return described
+
+    def placeholder() -> None: ...
+
+    placeholder.__name__ = _name(described)
+    placeholder.__doc__ = inspect.getdoc(described)
+    placeholder.__signature__ = inspect.signature(described)  # type: ignore[attr-defined]
+    placeholder.__annotations__ = {name: _literal(hint) for name, hint in hints.items()}
+    return placeholder
+
+
+def _literal(hint: Any) -> Any:
+    """A type hint with `Literal`s in place of enumerations."""
+    if _members(hint) is None:
+        return hint
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return Literal[tuple(member.value for member in hint)]
+    origin, inner = get_origin(hint), tuple(_literal(one) for one in get_args(hint))
+    return Union[inner] if origin in (Union, types.UnionType) else origin[inner]  # noqa: UP007  # of a tuple
+
+
 def _schema(function: Callable[..., Any], described: Callable[..., Any]) -> dict[str, Any]:
     """The schema of a function's arguments; ValueError if one of them cannot be given by name."""
     from transformers.utils import get_json_schema
@@ -148,7 +179,7 @@ def _schema(function: Callable[..., Any], described: Callable[..., Any]) -> dict
     for parameter in parameters:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ValueError(f"its parameter {str(parameter)!r} cannot be given by name.")
-    schema: dict[str, Any] = get_json_schema(described)
+    schema: dict[str, Any] = get_json_schema(_with_literals(described))
     known = schema["function"]["parameters"]["properties"]
     for parameter in parameters:
         if parameter.default is parameter.empty and parameter.name not in known:

@@ -87,10 +87,13 @@ def create_model_card(
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def init_hf_repo(self: "OnlineTrainer", token: str | None = None, private: bool | None = None) -> None:
-    """Make the repository that the model is pushed to. Raises ValueError if the hub cannot be reached, or refuses."""
+def init_hf_repo(self: "OnlineTrainer", *args: Any, **kwargs: Any) -> None:
+    """Make the repository that the model is pushed to. Raises ValueError if the hub cannot be reached, or refuses.
+
+    Takes the arguments of transformers, whose versions differ: `token`, and later `private`.
+    """
     try:
-        Trainer.init_hf_repo(self, token, private)
+        Trainer.init_hf_repo(self, *args, **kwargs)
     except Exception as error:  # of the hub's client and the libraries below it
         raise ValueError(
             f"push_to_hub=True: the repository {self.args.hub_model_id or self.args.output_dir!r} cannot be made or"
