@@ -728,8 +728,8 @@ CLAIMS = (
         ),
         changed="Staleness 0, 2 and 8 in place of 0, 1, 2, 4 and 8: the hypotheses are about 0 and 8.",
         methods=("max_staleness",),
-        seen="The correction repairs about two thirds of what a staleness of 8 costs: .82 without staleness, .69 with the"
-        " correction, .47 without.",
+        seen="The correction repairs about two thirds of what a staleness of 8 costs: .82 without staleness, .69 with"
+        " the correction, .47 without.",
     ),
     Claim(
         17,
