@@ -102,7 +102,8 @@ class Forked:
     def send_signal(self, number: int) -> None:
         """Send a signal, unless it has ended."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it ended in between
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         """End it by SIGTERM."""

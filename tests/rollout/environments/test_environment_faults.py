@@ -368,6 +368,7 @@ def test_environments_are_closed_when_the_process_ends(tmp_path):
     script.write_text(
         "import asyncio\n"
         "from covey.rollout.environments import EnvironmentPool\n"
+        "from covey.runtime.calling_thread import CallingThread\n"
         "class One:\n"
         "    def close(self):\n"
         "        print('closed', flush=True)\n"
@@ -378,10 +379,15 @@ def test_environments_are_closed_when_the_process_ends(tmp_path):
         "pools = [EnvironmentPool(kind, 5.0) for kind in (One, Two)]\n"
         "for pool in pools:\n"
         "    asyncio.run(pool.acquire())\n"
+        "here = EnvironmentPool(One, 5.0)\n"
+        "CallingThread('covey-sampling').run(here.acquire())\n"
         "raise SystemExit(3)\n"
     )
     ended = forking.run([sys.executable, str(script)], env=launching.environment(), timeout=60)
-    assert ended.returncode == 3 and sorted(ended.stdout.split("\n")) == ["", "closed", "closed too"], ended.stderr
+    assert ended.returncode == 3 and sorted(ended.stdout.split("\n")) == ["", "closed", "closed", "closed too"], (
+        ended.stderr
+    )
+    assert "Error" not in ended.stderr
 
 
 def test_environments_without_close_are_let_go():

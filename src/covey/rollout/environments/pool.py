@@ -273,7 +273,7 @@ class _Environments:
         try:
             waiting += [self.loop.start(self.close_one(lease)) for lease in leases]
         except RuntimeError:  # the interpreter is shutting down and starts no more threads
-            self.errors += filter(None, [close_environment(lease.environment) for lease in leases])
+            self.close_here(leases)
         if self.loop.is_current_thread():  # collected as garbage on the loop's own thread: waiting would be a deadlock
             return
         late = wait(waiting, timeout=self.seconds + CLOSING_GRACE).not_done
@@ -286,17 +286,19 @@ class _Environments:
             warn(message, EnvironmentWarning)
 
     def close_here(self, leases: Sequence[Lease]) -> None:
-        """Close environments on this thread, all by one deadline."""
+        """Close environments on this thread, all by one deadline; without one while the interpreter shuts down."""
         until = time.monotonic() + self.seconds
         for lease in leases:
             close = partial(call_and_wait, getattr(lease.environment, "close", lambda: None))
             try:
-                if (
-                    raised := call_with_deadline(partial(failure_of, close), until - time.monotonic(), self.late)
-                ) is not None:
-                    self.errors.append(f"{lease.kind}.close raised {raised}")
+                raised = call_with_deadline(partial(failure_of, close), until - time.monotonic(), self.late)
             except CallTimeout:
                 self.errors.append(f"{lease.kind}.close took longer than tool_timeout={self.seconds:g} s")
+                raised = None
+            except RuntimeError:  # no thread can be started, which a deadline needs
+                raised = failure_of(close)
+            if raised is not None:
+                self.errors.append(f"{lease.kind}.close raised {raised}")
             lease.thread.close()
 
     async def close_one(self, lease: Lease) -> None:
