@@ -34,7 +34,7 @@ def run(config=TINY, kind=GRPOConfig, way="fsdp2", processes=2, **changes):
 def counted(config, length, backward=False):
     """Operations that torch counts in matrix products and attention of one sequence, from first token to last.
 
-    Rotary angles do not count, which transformers before 5.20 computes by a product.
+    Rotary angles do not count, which transformers 5.17 computes by a product.
     """
     config._attn_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")

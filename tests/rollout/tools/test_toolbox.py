@@ -289,10 +289,26 @@ def test_a_wrong_argument_is_answered_with_what_is_allowed(arguments, message):
 def test_each_kind_of_a_union_is_checked():
     tool = Tool.of(typed)
     if "anyOf" not in tool.schema["function"]["parameters"]["properties"]["either"]:
-        pytest.skip("transformers before 5.20 does not describe the items of a list in a union")
+        pytest.skip("transformers 5.17 does not describe the items of a list in a union")
     (result,) = ask(Toolbox([typed]), ("typed", {"either": ["x"]}))
     assert result.failure is Failure.WRONG_ARGUMENT
     assert "argument 'either' must be of type integer, not ['x']; or argument 'either'[0] must be" in result.content
+
+
+def test_a_union_with_an_enumeration_takes_its_other_kinds():
+    def mixed(one: Unit | float, two: Unit | tuple[int, int] | None = None):
+        """Try kinds.
+
+        Args:
+            one: A unit or a number.
+            two: A unit or a pair.
+        """
+        return repr((one, two))
+
+    (result,) = ask(Toolbox([mixed]), ("mixed", {"one": 3, "two": [1, 2]}))
+    assert result.content == "(3, [1, 2])"
+    (result,) = ask(Toolbox([mixed]), ("mixed", {"one": "ft", "two": "m"}))
+    assert result.content == repr((Unit.FEET, Unit.METRES))
 
 
 @pytest.mark.parametrize("value", ["miles", ["m", "miles"], [1]])

@@ -19,6 +19,9 @@ _HINT = (
     " function)."
 )
 
+_SCALARS: dict[Any, Any] = {str: str, int: int, float: (int, float), bool: bool, types.NoneType: types.NoneType}
+"""Types in hints whose values are recognised without a schema, with the types that JSON gives for them."""
+
 
 @dataclass(frozen=True)
 class Tool:
@@ -132,10 +135,10 @@ def _members(hint: Any) -> Callable[[Any], Any] | None:
             for make in filter(None, each):
                 with contextlib.suppress(ValueError, TypeError):
                     return make(value)
-            others = [get_origin(one) or one for one, make in zip(inner, each, strict=True) if make is None]
-            if not any(not isinstance(one, type) or isinstance(value, one) for one in others):
+            others = [one for one, make in zip(inner, each, strict=True) if make is None]
+            if all(one in _SCALARS and not isinstance(value, _SCALARS[one]) for one in others):
                 raise TypeError(f"{value!r} is no {hint}")
-            return value
+            return value  # its schema has checked other kinds
         if not isinstance(value, dict if origin is dict else list):
             raise TypeError(f"{value!r} is no {hint}")
         if isinstance(value, dict):
