@@ -14,7 +14,9 @@ from covey_tools.doctor import reward_texts
 from covey_tools.doctor.columns import _instead, _of_other_classes, _of_other_rows, _shifted
 from covey_tools.doctor.completions import (
     _all_masked,
+    _cutting,
     _different,
+    _longer,
     _only_errors,
     _stopped,
     answered_calls,
@@ -49,7 +51,7 @@ def run(base, names, totals=None, **changes):
         return torch.tensor([totals(row, text) for row, text in zip(rows, shown, strict=True)], dtype=torch.double)
 
     settings = {"group": 2, "failure": None, "rescores": True, "single": True, "weights": base.weights}
-    settings |= {"needs_calls": False, "seconds": 75.0, "left": 70.0, "summary": {}, **changes}
+    settings |= {"needs_calls": False, "turn_limit": None, "seconds": 75.0, "left": 70.0, "summary": {}, **changes}
     settings["suite"] = SimpleNamespace(names=names, functions=[])
     return SimpleNamespace(
         base=base,
@@ -265,6 +267,50 @@ def test_a_cold_policy_with_two_answers_is_cold():
 def test_a_loss_over_nothing_is_an_error():
     given = run(batch([[0]] * 4), ["right"])
     assert (_all_masked(given).code, _all_masked(given).level) == ("completions-cut", "error")
+    assert "max_completion_length=8" in _all_masked(given).evidence
+
+
+def cut(sampled):
+    """A completion that a limit has cut off; the policy has sampled the tokens that are 1."""
+    return Rollout([0], [5] * len(sampled), [*map(bool, sampled)], None, "", FinishReason.LENGTH)
+
+
+def test_a_limit_of_turns_is_named_where_it_has_cut_turns():
+    """Turns of at most 3 tokens in completions of at most 8."""
+    base = batch([[0]] * 4)
+    given = run(base, ["right"], turn_limit=3)
+    last_turns = [cut([1, 1, 1]), cut([1, 1, 0, 1, 1, 1]), cut([1, 0, 1, 1, 1])]
+    base.rollouts = [*last_turns, cut([1, 1, 1, 0, 0, 1, 1, 1])]  # the last has no room for more
+    assert _cutting(given) == ("max_turn_length", 3)
+    found = _all_masked(given)
+    assert "4 completions are cut at max_turn_length=3," in found.evidence
+    assert found.fix.startswith("Raise max_turn_length") and "max_completion_length" not in found.sentence
+    base.rollouts = [cut([1, 1, 1]), cut([1] * 8), cut([1, 1, 1, 0, 1, 1])]  # the last one's message did not fit
+    assert _cutting(given) == ("max_completion_length", 8)
+    base.rollouts = last_turns
+    assert _cutting(run(base, ["right"])) == ("max_completion_length", 8)  # nothing limits turns
+
+
+def test_longer_turns_are_tried_where_turns_are_cut():
+    """All are cut at 3 tokens of a turn; with more, turns of 4 to 7 tokens end."""
+    base, asked = batch([[0]] * 8), {}
+    base.rollouts = [cut([1, 1, 1])] * 8
+
+    def sample(prompts, size, **limits):
+        asked.update(limits)
+        longer = batch([[1]] * 8)
+        turns = [Rollout([0], [5] * 9, [True] * n + [False] * (9 - n), None, "", FinishReason.STOP) for n in (4, 7)]
+        longer.rollouts = turns * 4
+        return longer
+
+    parts = {"turn_limit": 3, "limit": 8, "codec": SimpleNamespace(max_context=None), "sample": sample}
+    given = run(base, ["right"], tokens_within=lambda seconds, completions: 1000, rescores=False, **parts)
+    given.args.max_completion_length, given.args.mask_truncated_completions = 8, False
+    (found,) = _longer(given)
+    assert asked == {"max_turn_length": 8, "max_tokens": 8}  # no turn is longer than a completion
+    assert found.change == "With max_turn_length=8 instead of 3" and found.ended == 1.0
+    assert found.evidence == "100% of the completions are cut at max_turn_length=3."
+    assert found.fix.startswith("Set max_turn_length=8: 95% of those that ended have turns of at most 7 tokens")
 
 
 @pytest.mark.parametrize(("way", "place"), [(-1, "1 before"), (2, "2 after"), (0, None)])

@@ -12,7 +12,11 @@ from covey.observability.diagnostics import Advice, Course, LogEnds
 from covey.observability.diagnostics import advice as findings_of
 
 ARGS = SimpleNamespace(
-    output_dir="out", mask_truncated_completions=True, max_completion_length=8, logging_strategy="steps"
+    output_dir="out",
+    mask_truncated_completions=True,
+    max_completion_length=8,
+    max_turn_length=None,
+    logging_strategy="steps",
 )
 
 
@@ -48,6 +52,13 @@ def test_masking_everything_is_told():
     cut = logs(5, **{"completions/clipped_ratio": 1.0, "frac_advantage_zero": 0.0})
     assert "max_completion_length=8" in advice(cut, ARGS)["completions-cut"]
     assert advice(cut, SimpleNamespace(mask_truncated_completions=False)) == {}
+
+
+@pytest.mark.parametrize(("longest", "named"), [(6.0, "max_turn_length=3"), (8.0, "max_completion_length=8")])
+def test_the_limit_of_turns_is_named_where_completions_had_room(longest, named):
+    cut = {"completions/clipped_ratio": 1.0, "frac_advantage_zero": 0.0, "completions/max_length": longest}
+    said = advice(logs(5, **cut), SimpleNamespace(**vars(ARGS) | {"max_turn_length": 3}))["completions-cut"]
+    assert f"cut off at {named}," in said and f"Raise {named.partition('=')[0]}," in said
 
 
 @pytest.mark.parametrize(

@@ -57,8 +57,10 @@ def repeating_model(folder: Path, steps: int = 130) -> str:
     return str(folder)
 
 
-def write(folder: Path, model: str, code: str = "", rows: Any = ROWS, funcs: Any = None, **changes: Any) -> str:
-    """A run file; `code` is that of a reward function `f`."""
+def write(
+    folder: Path, model: str, code: str = "", rows: Any = ROWS, funcs: Any = None, play: str = "", **changes: Any
+) -> str:
+    """A run file; `code` is that of a reward function `f`, and of a rollout function named `play`."""
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "rewards.py").write_text(CODE + code)
     run = {
@@ -74,6 +76,7 @@ def write(folder: Path, model: str, code: str = "", rows: Any = ROWS, funcs: Any
         "use_cpu": True,
         "bf16": False,
         "gradient_checkpointing": False,
+        "rollout_func": f"{folder}/rewards.py:{play}" if play else None,
         **changes,
     }
     (folder / "run.yaml").write_text(yaml.safe_dump({name: value for name, value in run.items() if value is not None}))
@@ -240,6 +243,19 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
             "code": _f(
                 "return [float(ids[-1] == 1 and text_of(one) == a) for ids, one, a in zip(completion_ids, completions,"
                 " answer)]",
+                "completion_ids, completions, answer",
+            ),
+        },
+    ),
+    "one token of a turn": (
+        "completions-cut",
+        {
+            "max_turn_length": 1,
+            "play": "play",
+            "code": _f(
+                "return [float(ids[-1] == 1 and text_of(one) == a) for ids, one, a in zip(completion_ids, completions,"
+                " answer)]\n\nasync def play(row, engine):\n    episode = engine.begin()\n    await episode.sample()\n"
+                "    return episode.done()",
                 "completion_ids, completions, answer",
             ),
         },

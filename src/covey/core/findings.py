@@ -213,7 +213,7 @@ DIAGNOSED = {
     "weights-frozen": Code(MODEL, "hardly any weight is trained, or weights are put back"),
     "reward-length": Code(RUNNING, "the reward depends only on length"),
     "reward-repeats": Code(RUNNING, "repetition is rewarded"),
-    "completions-cut": Code(RUNNING, "max_completion_length is too small"),
+    "completions-cut": Code(RUNNING, "max_completion_length or max_turn_length is too small"),
     "temperature-low": Code(RUNNING, "samples of a group are almost equal"),
     "reward-order": Code(RUNNING, "a reward depends on the order of the batch or of calls"),
     "reward-sign": Code(RUNNING, "wrong answers get more reward than right ones"),

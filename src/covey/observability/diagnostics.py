@@ -157,9 +157,12 @@ def _no_advantage(logs: list[Log], args: Any) -> Iterator[str]:
 
 
 def _masked(logs: list[Log], args: Any) -> Iterator[str]:
-    yield f"""every completion was cut off at max_completion_length={args.max_completion_length}, and
+    name, longest = "max_completion_length", max(log.get("completions/max_length", math.inf) for log in logs)
+    if args.max_turn_length is not None and longest < (args.max_completion_length or math.inf):
+        name = "max_turn_length"  # with room left
+    yield f"""every completion was cut off at {name}={getattr(args, name)}, and
     mask_truncated_completions=True leaves those out of the loss: nothing is trained."""
-    yield "Raise max_completion_length, or set mask_truncated_completions=False."
+    yield f"Raise {name}, or set mask_truncated_completions=False."
 
 
 def _most_are_masked(log: Log, args: Any) -> bool:

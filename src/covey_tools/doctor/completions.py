@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import groupby
 from math import exp
 from statistics import fmean
 from types import SimpleNamespace
@@ -127,16 +128,35 @@ def experiments(run: ExaminedRun) -> Iterator[Finding]:
         yield _all_masked(run)
 
 
+def _cutting(run: ExaminedRun) -> tuple[str, int]:
+    """Name and value of the limit at which most of the cut completions end.
+
+    `max_turn_length` ends those whose last turn has that many tokens although `max_completion_length` left room.
+    """
+    limit, base = run.turn_limit, run.base
+    cut = [one for one in base.present if one.finish is FinishReason.LENGTH]
+    if limit is not None:
+        by_turn = sum(len(one.completion_ids) < base.limit and (_turns(one) or [0])[-1] >= limit for one in cut)
+        if 2 * by_turn > len(cut):
+            return "max_turn_length", limit
+    return "max_completion_length", base.limit
+
+
+def _turns(rollout: Rollout) -> list[int]:
+    """Number of tokens of each turn of the policy."""
+    return [sum(1 for _ in turn) for sampled, turn in groupby(rollout.sampled) if sampled]
+
+
 def _all_masked(run: ExaminedRun) -> Finding:
     """Error of a loss from which every completion is left out; it needs no experiment."""
-    count = len(run.base.present)
+    count, (name, limit) = len(run.base.present), _cutting(run)
+    some = "turns" if name == "max_turn_length" else "completions"
     return Finding(
         "completions-cut",
         "error",
-        f"all of {count} completions are cut at max_completion_length={run.base.limit}, and"
-        " mask_truncated_completions=True leaves those out of the loss: nothing is trained.",
-        "Raise max_completion_length until some completions end by themselves, or set"
-        " mask_truncated_completions=False.",
+        f"all of {count} completions are cut at {name}={limit}, and mask_truncated_completions=True leaves those out of"
+        " the loss: nothing is trained.",
+        f"Raise {name} until some {some} end by themselves, or set mask_truncated_completions=False.",
         f"0 of {count} completions count in the loss.",
     )
 
@@ -401,7 +421,8 @@ def _ends(run: ExaminedRun) -> Iterator[Experiment]:
         yield Experiment(
             "never-ends",
             f"Without generation_kwargs={extra}",
-            f"{base.cut:.0%} of the completions are cut at {base.limit} tokens, with generation_kwargs={extra}.",
+            f"{base.cut:.0%} of the completions are cut at {'='.join(map(str, _cutting(run)))}, with"
+            f" generation_kwargs={extra}.",
             "Remove what keeps completions from ending from generation_kwargs.",
             base,
             run.again(extra={}),
@@ -449,32 +470,41 @@ def _begins_again(base: SampleBatch) -> tuple[str, int] | None:
 
 
 def _longer(run: ExaminedRun) -> Iterator[Experiment | Finding]:
-    """Room for longer completions; or a finding, where any text of that length gets the reward."""
+    """Room for longer completions or turns; or a finding, where any text of that length gets the reward."""
     base = run.base
     if base.cut < 0.3 or base.limit < run.limit or run.args.max_completion_length is None:
         return
+    name, now = _cutting(run)
+    of_turns = name == "max_turn_length"
     prompts, size = min(base.prompts, 4), base.size
     context = (run.codec.max_context or 2**20) - max(len(one.prompt_ids) for one in base.rollouts)
-    most = min(4 * base.limit if base.limit >= 32 else 128, context, 1024)
+    most = min(4 * now if now >= 32 else 128, context, 1024, base.limit if of_turns else 1024)
     fits = run.tokens_within(min(run.seconds / 4, run.left / 2), prompts * size)
     limit = min(most, fits)
-    if limit < 1.5 * base.limit:
+    if limit < 1.5 * now:
         if fits < most:
             run.leave_out("time", "completions-cut")
         return
-    batch = run.sample(prompts, size, max_tokens=limit)
+    if of_turns:
+        batch = run.sample(prompts, size, max_turn_length=limit, max_tokens=min(base.limit, fits))
+    else:
+        batch = run.sample(prompts, size, max_tokens=limit)
     short = base.first(batch.prompts)
     if (paid := paid_for_length(run, short.joined(batch))) is not None:
         yield paid
         return
-    ended = [len(one.completion_ids) for one in batch.rollouts if one.finish is FinishReason.STOP]
+    stopped = [one for one in batch.rollouts if one.finish is FinishReason.STOP]
+    ended = [max(_turns(one), default=0) if of_turns else len(one.completion_ids) for one in stopped]
     enough = sorted(ended)[int(0.95 * (len(ended) - 1))] if ended else limit
     rounded = max(8, 1 << (enough - 1).bit_length())  # up to a power of 2
+    fix = f"Set {name}={rounded}: 95% of those that ended took at most {enough} tokens."
+    if of_turns:
+        fix = f"Set {name}={min(rounded, base.limit)}: 95% of those that ended have turns of at most {enough} tokens."
     yield Experiment(
         "completions-cut",
-        f"With max_completion_length={limit} instead of {base.limit}",
-        f"{base.cut:.0%} of the completions are cut at max_completion_length={base.limit}.",
-        f"Set max_completion_length={rounded}: 95% of those that ended took at most {enough} tokens.",
+        f"With {name}={limit} instead of {now}",
+        f"{base.cut:.0%} of the completions are cut at {name}={now}.",
+        fix,
         short,
         batch,
         masked=bool(run.args.mask_truncated_completions) and base.cut > 0.95,

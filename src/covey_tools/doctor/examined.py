@@ -26,6 +26,7 @@ from covey.data.sources import COLUMN, Sources
 from covey.rewards import RewardError
 from covey.rollout.prompts import is_conversational
 from covey.rollout.tool_agent import ToolAgent
+from covey.rollout.user_batch_function import BatchFunction
 from covey.rollout.vision import Encoded
 from covey.trainer.rollout_reports import RewardLog
 
@@ -227,6 +228,12 @@ class ExaminedRun:
     def limit(self) -> int:
         return min(self.trainer.rollouts.params.max_tokens, (self.codec.max_context or 2**20))
 
+    @property
+    def turn_limit(self) -> int | None:
+        """Most tokens of a turn of the policy, where it plays turns."""
+        spec = self.collector.spec
+        return None if spec is None or isinstance(spec.play, BatchFunction) else spec.max_turn_length
+
     def tokens_within(self, seconds: float, completions: int) -> int:
         """Tokens of so many completions for which there is time."""
         return int(seconds / (self.step_seconds * max(1.0, (completions / SAMPLES) ** 0.6)))
@@ -270,13 +277,20 @@ class ExaminedRun:
         return found
 
     def sampled_of(
-        self, asked: Sequence[tuple[int, dict[str, Any]]], size: int, encode: Encode | None = None, **changes: Any
+        self,
+        asked: Sequence[tuple[int, dict[str, Any]]],
+        size: int,
+        encode: Encode | None = None,
+        max_turn_length: int | None = None,
+        **changes: Any,
     ) -> SampleBatch:
-        """Sample and reward completions of rows, given with their numbers."""
+        """Sample and reward completions of rows, given with their numbers; a `max_turn_length` instead of the run's."""
         samples = [PromptSample(row, number, sample) for number, row in asked for sample in range(size)]
         params = replace(self.trainer.rollouts.params, **changes)
         self._experiments += 1
-        own = self.collector.codec
+        own, spec = self.collector.codec, self.collector.spec
+        if max_turn_length is not None and spec is not None:
+            self.collector.spec = replace(spec, max_turn_length=max_turn_length)
         if encode is not None:
             self.collector.codec = copy.copy(own)
             self.collector.codec.read_row = lambda row: Encoded(encode(row))
@@ -285,7 +299,7 @@ class ExaminedRun:
             with quiet():
                 rollouts = self.collector.collect(samples, params, ("doctor", self._experiments))
         finally:
-            self.collector.codec = own
+            self.collector.codec, self.collector.spec = own, spec
         seconds = time.perf_counter() - began
         rewards, stats = self.score(samples, rollouts)
         if self.collector.spec is not None:
