@@ -14,17 +14,17 @@ SOLVERS = 3
 
 async def play(row, engine, n):
     """One game: a proposer and three solvers, each a rollout of its own."""
-    proposer = engine.begin(row["prompt"])
+    proposer = engine.begin(row["prompt"], role="proposer")
     proposal = await proposer.sample()
     terms = [int(term) for term in re.findall(r"\d{1,3}", proposal.text)[:2]]
     task = f"What is {terms[0]} + {terms[1]}? Answer with the number only." if len(terms) == 2 else "Say nothing."
-    solvers = [engine.begin([{"role": "user", "content": task}]) for _ in range(n - 1)]
+    solvers = [engine.begin([{"role": "user", "content": task}], role="solver") for _ in range(n - 1)]
     answers = await asyncio.gather(*(solver.sample() for solver in solvers))
     right = [len(terms) == 2 and str(sum(terms)) in re.findall(r"\d+", answer.text) for answer in answers]
     share = sum(right) / len(right)
     points = 1 - abs(2 * share - 1) if len(terms) == 2 else -1.0  # 1 where half are right, 0 where all or none are
-    proposed = proposer.done(role="proposer", points=points)
-    return [proposed, *(one.done(role="solver", points=float(won)) for one, won in zip(solvers, right, strict=True))]
+    solved = [solver.done(points=float(won)) for solver, won in zip(solvers, right, strict=True)]
+    return [proposer.done(points=points), *solved]
 
 
 def points(points, **columns):

@@ -19,7 +19,7 @@ from covey.algorithms.comparison import (
     whole_groups,
 )
 from covey.algorithms.credit import assign_credit, signal_stats
-from covey.core.records import FinishReason, GameSeat, PromptSample, Rollout, RolloutBatch, Scores
+from covey.core.records import FinishReason, GameSeat, PromptSample, Rollout, RolloutBatch, Scores, seats_of
 from tests.algorithms.test_algorithms import config, rloo_config
 
 ONE = torch.ones(1)
@@ -67,6 +67,19 @@ def test_prompts_are_never_mixed_and_rollouts_without_seats_are_groups():
     seats = [("first", 0), ("second", 0), ("first", 1), ("second", 1)] * 2
     assert comparison.subgroups(scores([0.0] * 8, seats), 4).tolist() == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert comparison.subgroups(scores([0.0] * 8), 4).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_rollouts_that_failed_before_their_role_was_known_are_in_no_subgroup_of_a_role():
+    """The last two of the first prompt, and all of the second: their rewards are NaN."""
+    seats = [("first", 0), ("second", 0), ("", 1, "", False), ("", 1, "", False), *[("", 0, "", False)] * 4]
+    given = scores([1.0, 2.0, *[NAN] * 6], seats)
+    for compare in ("role", "episode", {"first": "episode"}):
+        comparison = RolloutComparison.of(config(compare=compare), scaled=False)
+        assert comparison.subgroups(given, 4).tolist() == [[0], [1]]
+    by_group = RolloutComparison.of(config(compare="group"), scaled=False)
+    assert by_group.subgroups(given, 4).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    lost = scores([NAN] * 4, seats[4:])  # of a source all of whose rollouts have failed
+    assert comparison.subgroups(lost, 4).tolist() == [[0, 1, 2, 3]]
 
 
 def test_values_go_to_subgroups_and_back():
@@ -410,6 +423,16 @@ def test_prompts_are_not_selected_by_rewards_that_cancel(compare, selects, expec
     assert all(one.code == "roles-zero-sum" for one in found)
     both_gain = scores([1.0, 1, 0, 0, 1, 1, 1, 1], TWO_SEATS)
     assert [*check_zero_sum(comparison, both_gain, ONE, 8, **selects)] == []
+
+
+def test_the_role_of_a_failed_rollout_is_unknown_where_it_has_none():
+    def ended(role, finish):
+        return Rollout([1], [2], [True], None, "", finish, role=role)
+
+    samples = [PromptSample({}, 0, n) for n in range(4)]
+    ends = [("first", FinishReason.ERROR), ("", FinishReason.ERROR), ("", FinishReason.STOP), ("b", FinishReason.STOP)]
+    seats = seats_of(samples, [ended(*one) for one in ends])
+    assert [(one.role, one.known) for one in seats] == [("first", True), ("", False), ("", True), ("b", True)]
 
 
 def test_seats_travel_with_the_scores():

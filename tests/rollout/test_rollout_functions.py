@@ -469,3 +469,70 @@ def test_a_function_of_another_form_is_refused():
         form_of(alone)
     with pytest.raises(ValueError, match=r"of \(prompts, trainer\).*without async, `def rollout\(prompts, trainer\)`"):
         form_of(waits)
+
+
+# ---- games -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("begun", "roles", "tokens"),
+    [
+        (["first", "second"], ["first", "second"], [4, 4]),
+        (["first"], ["first", ""], [4, 0]),
+        ([], ["", ""], [0, 0]),
+        (["solver", "solver", "solver"], ["solver", "solver"], [4, 4]),  # more than are trained: drafts
+        (["", "first", "second"], ["first", "second"], [4, 4]),
+        (["", ""], ["", ""], [4, 4]),  # no roles at all
+    ],
+)
+def test_rollouts_of_a_failed_game_have_the_roles_that_its_episodes_were_begun_with(begun, roles, tokens):
+    """The second game of a prompt fails after a turn of each episode."""
+
+    async def play(row, engine, n):
+        episodes = []
+        for role in begun if engine.sibling == 2 else ["first", "second"]:
+            episodes.append(engine.begin(f"{role}: ", role=role, game=7))
+            await episodes[-1].sample()
+        if engine.sibling == 2:
+            raise RuntimeError("the board fell")
+        return [one.done(points=1.0) for one in episodes]
+
+    made = collector(play, kind=GroupFunction, limits=True)
+    made.spec = replace(made.spec, rollouts_per_game=2)
+    found = collect(made, draws(1, 4))
+    assert [one.role for one in found] == ["first", "second", *roles]
+    assert [one.game for one in found] == [0, 0, 1, 1]
+    assert [len(one.completion_ids) for one in found] == [4, 4, *tokens]
+    if roles[0] != roles[1]:
+        texts = [TOKENIZER.decode(one.prompt_ids) for one in found[2:] if one.completion_ids]
+        assert texts == [f"{role}: " for role in roles if role]
+    assert ["the board fell" in (one.error or "") for one in found] == [False, False, True, True]
+
+
+def test_a_failed_call_that_plays_several_games_keeps_their_numbers():
+    async def play(row, engine, n):
+        for game in range(2):
+            engine.begin(f"{game}", role="first", game=game), engine.begin(f"{game}", role="second", game=game)
+        raise RuntimeError("the board fell")
+
+    found = collect(collector(play, kind=GroupFunction, limits=True), draws(1, 4))
+    assert [(one.role, one.game) for one in found] == [("first", 0), ("second", 0), ("first", 1), ("second", 1)]
+
+
+def test_roles_of_opponents_are_none_of_failed_rollouts():
+    async def play(row, engine, n):
+        engine.begin("1", role="judge"), engine.begin("2", role="first")
+        raise RuntimeError("the board fell")
+
+    made = collector(play, kind=GroupFunction, limits=True)
+    made.spec = replace(made.spec, rollouts_per_game=2, seats={"judge": lambda messages: "7"})
+    assert [one.role for one in collect(made, draws(1, 2))] == ["first", ""]
+
+
+@pytest.mark.parametrize("given", [{"role": "a b"}, {"game": -1}])
+def test_an_episode_is_begun_with_a_role_and_a_game_or_not_at_all(given):
+    async def play(row, engine):
+        return engine.begin(**given).done()
+
+    (rollout,) = collect(collector(play), draws(1, 1))
+    assert "ValueError: an episode" in rollout.error and repr(next(iter(given.values()))) in rollout.error

@@ -51,14 +51,20 @@ class RolloutComparison:
         return {"role": (seat.role,), "episode": (seat.role, seat.game)}.get(by, ())
 
     def subgroups(self, scores: Scores, group_size: int) -> Tensor:
-        """Completions that are compared with each other, [P, G] int64: numbers in order of appearance, -1 for none."""
+        """Completions that are compared with each other, [P, G] int64: numbers in order of appearance, -1 for none.
+
+        A rollout that failed before its role was known is in no subgroup of a role.
+        """
         if not scores.seats and not scores.absent:
             return whole_groups(len(scores.lengths), group_size)
         members: dict[tuple[str | int, ...], list[int]] = {}
         seats = scores.seats or [NO_SEAT] * len(scores.lengths)
         for number, (seat, present) in enumerate(zip(seats, scores.present, strict=True)):
-            if present:
-                members.setdefault((number // group_size, *self.key(seat)), []).append(number)
+            key = self.key(seat)
+            if present and (seat.known or not key):
+                members.setdefault((number // group_size, *key), []).append(number)
+        if not members:  # all have failed
+            return whole_groups(len(scores.lengths), group_size)
         most = max(map(len, members.values()))
         return torch.tensor([[*own, *[-1] * (most - len(own))] for own in members.values()])
 
@@ -151,7 +157,7 @@ def check_comparison(
         yield Finding.error(
             "roles-missing",
             f"{named}, but no rollout of the first rollout batch has a role.",
-            'Give it one: episode.done(role="first").',
+            'Give it one: engine.begin(prompt, role="first").',
         )
         return
     yield from _check_names(comparison, named, roles)

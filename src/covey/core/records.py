@@ -240,6 +240,7 @@ class GameSeat(NamedTuple):
     role: str  # name of the seat; "": none
     game: int = 0  # number of the game in the completion's group
     environment: str = ""  # name of the environment of the row, where it has one
+    known: bool = True  # False: the rollout failed before its role was known
 
 
 NO_SEAT = GameSeat("")
@@ -344,8 +345,15 @@ def seats_of(samples: Sequence[PromptSample], rollouts: Sequence[Rollout]) -> li
     """The seat of each rollout, [n]; empty where no rollout belongs to a game."""
     if not any(rollout.role or rollout.game for rollout in rollouts):
         return []
-    pairs = zip(samples, rollouts, strict=True)
-    return [GameSeat(one.role, one.game, str(sample.row.get("environment") or "")) for sample, one in pairs]
+    return [
+        GameSeat(
+            one.role,
+            one.game,
+            str(sample.row.get("environment") or ""),
+            bool(one.role) or one.finish is not FinishReason.ERROR,
+        )
+        for sample, one in zip(samples, rollouts, strict=True)
+    ]
 
 
 class Behaviour(NamedTuple):

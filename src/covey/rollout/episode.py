@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -111,16 +112,22 @@ class EpisodeEngine:
     def __post_init__(self) -> None:
         self.tokenizer = self.templates.codec.tokenizer
 
-    def begin(self, prompt: Prompt | None = None, tools: Sequence[dict[str, Any]] | None = None) -> "Episode":
+    def begin(
+        self, prompt: Prompt | None = None, tools: Sequence[dict[str, Any]] | None = None, role: str = "", game: int = 0
+    ) -> "Episode":
         """Start an episode.
 
         Args:
             prompt: a string or messages; the row's prompt by default.
             tools: schemas for the chat template to show; by default the row's `tools`, or the run's.
+            role: seat of a game that it is played in. Known from here on, it is also that of a failed game's rollout.
+            game: number of the game among the games of the prompt, from 0.
 
         Raises:
-            ValueError: the prompt cannot be encoded.
+            ValueError: the prompt cannot be encoded, or this is no role or number of a game.
         """
+        if problem := seat_problem(role, game):
+            raise ValueError(f"an episode {problem}")
         codec = self.templates.codec
         tools = (row_tools(self.row) or codec.tools) if tools is None else tools
         images = row_images(self.row) if prompt is None else ()
@@ -129,7 +136,7 @@ class EpisodeEngine:
         if encoded.media:
             own_prompt = embed_images(own_prompt, images)[0]  # as reward functions get it
         path: tuple[int | str, ...] = ("episode", len(self.episodes)) if self.episodes else ()
-        episode = Episode(self, own_prompt, encoded.ids, list(tools), path, media=encoded.media)
+        episode = Episode(self, own_prompt, encoded.ids, list(tools), path, media=encoded.media, role=role, game=game)
         self.episodes.append(episode)
         if prompt is None:
             self.own_ids = encoded.ids
@@ -261,7 +268,8 @@ class Episode:
         tool_seconds: seconds spent waiting for tools.
         media: images in the prompt and the messages.
         returned: lists that tools returned, by the index of their message, as in a `Rollout`.
-        role: seat of a game that it is played in, where the game has set it.
+        role: seat of a game that it is played in; "" for none.
+        game: number of the game among the games of the prompt, from 0.
     """
 
     engine: EpisodeEngine
@@ -285,6 +293,7 @@ class Episode:
     routes: Tensor | None = None
     returned: dict[int, list[Any]] = field(default_factory=dict)
     role: str = ""
+    game: int = 0
     _forks: int = 0
     _turn_start: int | None = (
         None  # index where the last turn of the policy begins; None where the policy continues next
@@ -487,7 +496,7 @@ class Episode:
         finish: FinishReason | None = None,
         error: str | None = None,
         role: str = "",
-        game: int = 0,
+        game: int | None = None,
         **extras: Any,
     ) -> Rollout:
         """The finished rollout.
@@ -497,7 +506,7 @@ class Episode:
             error: message of the failure, if `finish` is ERROR.
             role: seat of a game that the policy played in; decides which rollouts it is compared with (`compare`). By
                 default the episode's.
-            game: number of the game among the games of the prompt, from 0.
+            game: number of the game among the games of the prompt, from 0. By default the episode's.
             extras: further fields, which reward functions get as keyword arguments.
         """
         text = self.engine.templates.codec.text_of(self.completion_ids)
@@ -518,7 +527,7 @@ class Episode:
             observed=list(self.observed) if any(self.observed) else None,
             routes=self.routes,
             role=role or self.role,
-            game=game,
+            game=self.game if game is None else game,
             **{name: getattr(self, name) for name in PER_TOKEN},
         )
 
@@ -529,6 +538,16 @@ class Episode:
         for name, values in per_token.items():
             known = getattr(self, name)  # None where an engine did not report it for an earlier turn
             setattr(self, name, None if known is None or values is None else known + values)
+
+
+def seat_problem(role: str, game: int) -> str | None:
+    """The problem with a role or a number of a game, as the end of a sentence; None without any."""
+    if role and not re.fullmatch(r"[\w.-]+", role):
+        return (
+            f"has the role {role!r}: a role is a name of letters, digits, '_', '-' and '.', which metrics are named"
+            " after."
+        )
+    return f"is of game {game}: games of a prompt are counted from 0." if game < 0 else None
 
 
 def _stopped(completion: Completion, stop: Sequence[str], text_of: CompletionDecoder) -> Completion:

@@ -2,7 +2,7 @@
 
 import asyncio
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from covey.core.engine import RolloutEngine, SamplingParams, traits_of
 from covey.core.records import FinishReason, PromptSample, Rollout, SampleGroup
-from covey.rollout.episode import EpisodeEngine, Generate
+from covey.rollout.episode import Episode, EpisodeEngine, Generate
 from covey.rollout.prompts import PromptCodec, is_conversational
 from covey.rollout.request_coalescing import RequestCoalescer
 from covey.rollout.seats import Seats
@@ -163,9 +163,9 @@ class GroupRunner:
                 text = f"the rollout function failed: {error}"
             elif isinstance(error, TimeoutError):
                 text = f"the rollout took longer than rollout_timeout={timeout:g} s"
-            roles = (play.trained(seats) if isinstance(play, GroupFunction) else []) or [""] * len(samples)
-            pairs = zip(samples, roles, strict=True)
-            rollouts = [await self._failed(sample.row, engine, text, role) for sample, role in pairs]
+            roles = _failed_roles(play, seats, engine.episodes, len(samples))
+            parts = zip(samples, roles, _episodes_of(roles, engine.episodes), strict=True)
+            rollouts = [await self._failed(sample, text, role, episode) for sample, role, episode in parts]
         finally:
             engine.closed = True  # tasks that the rollout started may still be at work
         if engine.failure is not None:
@@ -180,21 +180,54 @@ class GroupRunner:
                 _train_last_turn(rollout)
         return rollouts
 
-    async def _failed(self, row: dict[str, Any], engine: EpisodeEngine, error: str, role: str) -> Rollout:
+    async def _failed(self, sample: PromptSample, error: str, role: str, episode: Episode | None) -> Rollout:
         """The failed rollout of a role, "" for none, with its tokens up to the failure if they can be trained on."""
-        limits, own = self.spec.limits, [episode for episode in engine.episodes if episode.role == role]
+        limits, row, alone = self.spec.limits, sample.row, not isinstance(self.spec.play, GroupFunction)
+        game = sample.sample if alone and role else 0  # of a table, where each of the role's rollouts is a game
 
         def salvage() -> Rollout:
-            rollout = own[0].done(FinishReason.ERROR, error)
+            assert episode is not None
+            rollout = replace(episode.done(FinishReason.ERROR, error), role=role)
+            rollout.game = game or rollout.game
             return rollout if limits is None else limits.checked(rollout)
 
-        if own:
+        if episode is not None:
             with suppress(UserCodeError, CallTimeout):  # the user's code may have put anything into its episode
                 return await run_in_thread(salvage, SALVAGE_SECONDS, self.spec.late)
         try:
-            return replace(failed_rollout(self.codec, row, error, self.codec.read_row(row).ids), role=role)
+            failed = failed_rollout(self.codec, row, error, self.codec.read_row(row).ids)
         except ValueError as no_prompt:
-            return replace(failed_rollout(self.codec, row, f"{error} (and {no_prompt})"), role=role)
+            failed = failed_rollout(self.codec, row, f"{error} (and {no_prompt})")
+        return replace(failed, role=role, game=game)
+
+
+def _failed_roles(play: Any, seats: Seats, episodes: Sequence[Episode], n: int) -> list[str]:
+    """Roles of the n rollouts of a game that failed: those of the game, else those that its episodes were begun with.
+
+    "" for a rollout whose role is not known.
+    """
+    declared = [*play.declared] if isinstance(play, RolloutFunction | GroupFunction) else []
+    if len(declared) == 1:
+        return declared * n
+    if not isinstance(play, GroupFunction):
+        return [""] * n
+    if len(trained := play.trained(seats) or declared) == n:
+        return trained
+    named = [one.role for one in episodes if one.role not in ("", *seats)]
+    return [*named[:n], *[""] * (n - len(named))]
+
+
+def _episodes_of(roles: Sequence[str], episodes: Sequence[Episode]) -> Iterator[Episode | None]:
+    """The next episode of each role, None without one; rollouts of one role that no episode has get the first."""
+    left = [*episodes]
+    if len(set(roles)) == 1 and all(one.role != roles[0] for one in episodes):
+        yield from [next(iter(left), None)] * len(roles)
+        return
+    for role in roles:
+        found = next((one for one in left if one.role == role), None)
+        yield found
+        if found is not None and role:
+            left.remove(found)
 
 
 def _refuse_untrained(rollouts: Iterable[Rollout], seats: Seats) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import re
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -14,7 +13,7 @@ from typing import Any, TypeVar
 from covey.core.engine import SampleRequest
 from covey.core.records import Completion, FinishReason, Message, Rollout
 from covey.core.strands import longest
-from covey.rollout.episode import EpisodeEngine
+from covey.rollout.episode import EpisodeEngine, seat_problem
 from covey.runtime.deadlines import LateCalls
 from covey.runtime.loop_thread import LoopThread, send_to
 from covey.runtime.user_code import UserCodeError, is_async, parameters_of, settle
@@ -29,10 +28,19 @@ class RolloutError(ValueError):
 
 
 class _IsolatedFunction:
-    """Runs a user's coroutine function on a separate event loop, each call for at most `timeout` seconds."""
+    """Runs a user's coroutine function on a separate event loop, each call for at most `timeout` seconds.
 
-    def __init__(self, function: Callable[..., Awaitable[Any]], timeout: float, limits: "RolloutValidator"):
-        self._function, self._timeout, self._limits = function, timeout, limits
+    `declared` are the roles that its rollouts have, where they are known before they are played.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Awaitable[Any]],
+        timeout: float,
+        limits: "RolloutValidator",
+        declared: Sequence[str] = (),
+    ):
+        self._function, self._timeout, self._limits, self.declared = function, timeout, limits, declared
         self._loop = LoopThread("covey-async-tools")
         self._late = LateCalls("rollout_func")
 
@@ -186,13 +194,8 @@ class RolloutValidator:
             raise RolloutError(f"token {wrong!r} of a rollout is not in the model's vocabulary of {self.vocabulary}.")
         if not rollout.prompt_ids:
             raise RolloutError("a rollout has an empty prompt; its prompt_ids need one token at least.")
-        if rollout.role and not re.fullmatch(r"[\w.-]+", rollout.role):
-            raise RolloutError(
-                f"a rollout has the role {rollout.role!r}: a role is a name of letters, digits, '_', '-' and '.', which"
-                " metrics are named after."
-            )
-        if rollout.game < 0:
-            raise RolloutError(f"a rollout is of game {rollout.game}: games of a prompt are counted from 0.")
+        if problem := seat_problem(rollout.role, rollout.game):
+            raise RolloutError(f"a rollout {problem}")
         size, prompt = len(ids), len(rollout.prompt_ids)
         if rollout.strands:
             before = 0

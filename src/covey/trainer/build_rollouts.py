@@ -77,7 +77,8 @@ def build_rollout_spec(
         play = BatchFunction(rollout_func, trainer, args.rollout_timeout, codec, limits, ends)
     else:
         kind = RolloutFunction if form == "rollout" else GroupFunction
-        play = kind(rollout_func, args.rollout_timeout, limits)
+        declared = rollout_func.own if isinstance(rollout_func, TableSeat) else ()
+        play = kind(rollout_func, args.rollout_timeout, limits, declared)
     return RolloutSpec(
         play,
         templates,

@@ -146,6 +146,8 @@ def test_a_game_that_fails_fails_for_both(tmp_path):
     for name in ("white", "black"):
         failed = [row for row in rows_of(tmp_path / name) if row["fate"] == "failed"]
         assert {row["sample"] for row in failed} == {1} and all("no luck" in row["error"] for row in failed)
+        role = {"white": "first", "black": "second"}[name]
+        assert {(row["role"], row["game"]) for row in failed} == {(role, 1)}  # as the table declares
 
 
 def test_games_do_not_wait_for_a_variant_whose_sampling_has_failed():

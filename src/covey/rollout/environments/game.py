@@ -78,7 +78,7 @@ class PlayedGame(GroupFunction):
             player = players[role] if role in players else engine.seat(role)
             own = players[role].row if role in players else row
             seats[role] = player.begin(interface.initial_prompt(own.get("prompt"), observation))
-            seats[role].role = role  # of a failed game's rollouts
+            seats[role].role = role  # also of a failed game's rollouts; a `TextConversation` is begun without one
             return True
 
         cut_off = False
