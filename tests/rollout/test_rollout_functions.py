@@ -15,8 +15,10 @@ from covey.core.records import FinishReason, Rollout
 from covey.engines.scripted import ScriptedEngine
 from covey.rollout.collector import Collector, PromptSample, RolloutSpec
 from covey.rollout.prompts import PromptCodec
+from covey.rollout.seats import checked_seats
 from covey.rollout.tools.turn_template import TurnTemplates
 from covey.rollout.user_functions import GroupFunction, RolloutFunction, RolloutValidator, _run_into, form_of
+from covey.runtime.calling_thread import threaded
 from tests.support import tiny
 
 TOKENIZER = tiny.tokenizer()
@@ -525,7 +527,7 @@ def test_roles_of_opponents_are_none_of_failed_rollouts():
         raise RuntimeError("the board fell")
 
     made = collector(play, kind=GroupFunction, limits=True)
-    made.spec = replace(made.spec, rollouts_per_game=2, seats={"judge": lambda messages: "7"})
+    made.spec = replace(made.spec, rollouts_per_game=2, seats=checked_seats({"judge": lambda messages: "7"}, 9.0))
     assert [one.role for one in collect(made, draws(1, 2))] == ["first", ""]
 
 
@@ -536,3 +538,79 @@ def test_an_episode_is_begun_with_a_role_and_a_game_or_not_at_all(given):
 
     (rollout,) = collect(collector(play), draws(1, 1))
     assert "ValueError: an episode" in rollout.error and repr(next(iter(given.values()))) in rollout.error
+
+
+def against(function, play, timeout=60.0):
+    made = collector(play, timeout=timeout)
+    made.spec = replace(made.spec, seats=checked_seats({"other": function}, timeout))
+    return made
+
+
+def test_a_seat_that_blocks_holds_up_no_other_game():
+    """The first game's opponent waits until the second game has ended."""
+    ended, waited = threading.Event(), []
+
+    def other(messages):
+        waited.append(ended.wait(5.0))
+        return "7"
+
+    async def play(row, engine):
+        if engine.sibling == 0:
+            await engine.seat("other").begin("Your move.").sample()
+        episode = engine.begin()
+        await episode.sample()
+        if engine.sibling == 1:
+            ended.set()
+        return episode.done()
+
+    assert [one.error for one in collect(against(other, play), draws(1, 2))] == [None, None] and waited == [True]
+
+
+def test_a_seat_has_the_same_results_on_a_thread_and_on_the_loop():
+    """Each answer depends on the number of earlier calls."""
+
+    def made(wait):
+        count = []
+
+        def other(messages):
+            count.append(None)
+            time.sleep(wait * (len(count) % 3))
+            return f"{len(messages[-1]['content'])} {len(count)}"
+
+        async def on_the_loop(messages):
+            return other(messages)
+
+        return other, on_the_loop
+
+    async def play(row, engine):
+        episode, talk = engine.begin(), engine.seat("other").begin("Begin.")
+        for _ in range(3):
+            said = (await talk.sample()).text
+            episode.write(said) if episode.completion_ids else None
+            talk.write((await episode.sample(max_tokens=3)).text)
+        return episode.done()
+
+    threads, loop = (against(made(0.005)[0], play), against(made(0.0)[1], play))
+    found, expected = collect(threads), collect(loop)
+    assert [one.error for one in found] == [None] * 8
+    assert [one.completion_ids for one in found] == [one.completion_ids for one in expected]
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_seat_that_hangs_costs_its_own_game(marked):
+    """The first game's call does not return; the others ask the seat, too, if its calls may run concurrently."""
+
+    def other(messages):
+        while messages[-1]["content"] == "hang":
+            time.sleep(0.01)
+        return "7"
+
+    async def play(row, engine):
+        if engine.sibling == 0 or marked:
+            await engine.seat("other").begin("hang" if engine.sibling == 0 else "go on").sample()
+        episode = engine.begin()
+        await episode.sample()
+        return episode.done()
+
+    lost, *others = collect(against(threaded(other) if marked else other, play, timeout=1.5), draws(1, 4))
+    assert "rollout_timeout=1.5" in lost.error and [one.error for one in others] == [None] * 3

@@ -3,12 +3,14 @@
 import asyncio
 import json
 import re
+import time
 
 import pytest
 from aiohttp import web
 
 from covey.core.records import FinishReason
-from covey.rollout.seats import Seat, TextSeat, checked_seats, past_steps, seat_named, text_of
+from covey.rollout.seats import FunctionSeat, Seat, TextSeat, checked_seats, past_steps, seat_named
+from covey.runtime.calling_thread import threaded
 
 
 async def served(status, body, play):
@@ -102,16 +104,49 @@ def test_a_function_returns_text():
     async def late(messages):
         return messages[-1]["content"] + "!"
 
-    assert asyncio.run(text_of(late, [{"role": "user", "content": "a"}])) == "a!"
+    for function in (late, lambda messages: late(messages), lambda messages: messages[-1]["content"] + "!"):
+        assert asyncio.run(FunctionSeat(function, 9.0).answer([{"role": "user", "content": "a"}])) == "a!"
     with pytest.raises(ValueError, match="returned a int; it must return text"):
-        asyncio.run(text_of(lambda messages: 5, []))
+        asyncio.run(FunctionSeat(lambda messages: 5, 9.0).answer([]))
+
+
+def test_an_exception_of_a_function_is_the_games_to_handle():
+    def lost(messages):
+        raise LookupError("no such opening")
+
+    with pytest.raises(LookupError, match="no such opening"):
+        asyncio.run(FunctionSeat(lost, 9.0).answer([]))
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_calls_of_a_function_come_one_after_another_unless_it_is_threaded(marked):
+    """Three games, of which the first one's call is the longest."""
+    order, running = [], []
+
+    def thinks(messages):
+        running.append(None)
+        order.append((messages[0]["content"], len(running)))
+        time.sleep(0.3 - 0.1 * messages[0]["content"])
+        running.pop()
+        return "7"
+
+    seat = FunctionSeat(threaded(thinks) if marked else thinks, 9.0)
+
+    async def games():
+        return await asyncio.gather(*(seat.answer([{"content": number}]) for number in range(3)))
+
+    assert asyncio.run(games()) == ["7"] * 3
+    assert [game for game, _ in order] == [0, 1, 2]
+    assert [together for _, together in order] == ([1, 2, 3] if marked else [1, 1, 1])
 
 
 def test_seats_have_names_and_kinds():
     assert past_steps("policy:50") == 50 and past_steps("policy:0") is None and past_steps("frozen") is None
-    seats = checked_seats({"a": "frozen", "b": "policy:3", "c": Seat("http://x/v1"), "d": str}, functions=True)
-    assert seat_named(seats, "b") == "policy:3"
+    given = {"a": "frozen", "b": "policy:3", "c": Seat("http://x/v1"), "d": str}
+    seats = checked_seats(given, 9.0)
+    assert seat_named(seats, "b") == "policy:3" and given["d"] is str
+    assert (seats["d"].function, seats["d"].seconds) == (str, 9.0)
     with pytest.raises(ValueError, match="the seat 'd' is"):
-        checked_seats(seats)
+        checked_seats(given)
     with pytest.raises(ValueError, match="the trainer was given none"):
         seat_named({}, "b")

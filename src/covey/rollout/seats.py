@@ -1,17 +1,24 @@
 """Seats of a game that are not trained: models, servers and functions that play with the policy or against it."""
 
+import asyncio
 import difflib
 import inspect
 import json
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 from aiohttp import ClientError, ClientSession, ClientTimeout
 
 from covey.core.engine import SampleRequest
 from covey.core.records import Completion, FinishReason, Message
+from covey.runtime.calling_thread import is_threaded
+from covey.runtime.deadlines import LateCalls, run_in_thread
+from covey.runtime.user_code import UserCodeError, is_async
 
 FROZEN = "frozen"  # seat played by the policy as it is when the trainer is made
 PAST = re.compile(r"policy:([1-9]\d*)")  # seat played by the policy as it was at least so many optimizer steps ago
@@ -58,7 +65,9 @@ class Seat:
 
 
 SeatFunction = Callable[[list[Message]], str | Awaitable[str]]  # the conversation so far -> the seat's turn
-Seats = Mapping[str, Any]  # each a Seat, "frozen", "policy:n", a SeatFunction or a SeatEngine
+Seats = Mapping[
+    str, Any
+]  # each a Seat, "frozen", "policy:n", a SeatFunction or a SeatEngine; a FunctionSeat if checked
 
 
 def past_steps(seat: Any) -> int | None:
@@ -67,17 +76,64 @@ def past_steps(seat: Any) -> int | None:
     return int(match[1]) if match else None
 
 
-def checked_seats(seats: Seats | None, functions: bool = False) -> dict[str, Any]:
-    """A checked copy of the seats; ValueError for one of another type. `functions`: functions may be seats."""
-    for name, seat in (seats or {}).items():
+@dataclass(eq=False)
+class FunctionSeat:
+    """A function as a seat. One that is not async is called on another thread, so that other games go on meanwhile.
+
+    Its calls are made one after another, in the order in which games come to them, unless it is marked `threaded`.
+    """
+
+    function: SeatFunction
+    seconds: float  # that one call may take
+    _turns: "WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]" = field(default_factory=WeakKeyDictionary)
+
+    def __post_init__(self) -> None:
+        self._name = getattr(self.function, "__name__", self.function)
+        self._late = LateCalls(f"the function {self._name!r} of a seat")
+
+    async def answer(self, messages: list[Message]) -> str:
+        """The seat's turn; ValueError if the function returns something other than text."""
+        if is_async(self.function):
+            said: Any = self.function(messages)
+        else:
+            async with nullcontext() if is_threaded(self.function) else self._turn():
+                said = await self._called(messages)
+        text = await said if inspect.isawaitable(said) else said
+        if not isinstance(text, str):
+            raise ValueError(
+                f"the function {self._name!r} of a seat returned a {type(text).__name__}; it must return text."
+            )
+        return text
+
+    async def _called(self, messages: list[Message]) -> Any:
+        try:
+            return await run_in_thread(partial(self.function, messages), self.seconds, self._late)
+        except UserCodeError as raised:
+            if isinstance(raised.error, Exception) and not isinstance(raised.error, StopIteration):
+                raise raised.error from None  # which the game may handle
+            raise
+
+    def _turn(self) -> asyncio.Lock:
+        return self._turns.setdefault(asyncio.get_running_loop(), asyncio.Lock())
+
+
+def checked_seats(seats: Seats | None, seconds: float | None = None) -> dict[str, Any]:
+    """A checked copy of the seats; ValueError for one of another type.
+
+    Functions may be seats where `seconds` are given, which a call of one may take.
+    """
+    checked = dict(seats or {})
+    for name, seat in checked.items():
         known = isinstance(seat, Seat) or seat == FROZEN or past_steps(seat) is not None or hasattr(seat, "generate")
-        known = known or hasattr(seat, "chosen") or (functions and callable(seat))
-        if not known:
+        known = known or hasattr(seat, "chosen")
+        if seconds is not None and not known and callable(seat):
+            checked[name] = FunctionSeat(seat, seconds)
+        elif not known:
             raise ValueError(
                 f'the seat {name!r} is {seat!r}; give Seat(url=...), "frozen", "policy:n" for the policy as it was n'
-                f" optimizer steps ago{', a function of messages' if functions else ''}, or an engine."
+                f" optimizer steps ago{'' if seconds is None else ', a function of messages'}, or an engine."
             )
-    return dict(seats or {})
+    return checked
 
 
 def seat_named(seats: Seats, name: str) -> Any:
@@ -90,22 +146,12 @@ def seat_named(seats: Seats, name: str) -> Any:
     raise ValueError(f"there is no seat {name!r}: {known}.{meant} Give the trainer seats={{{name!r}: ...}}.")
 
 
-async def text_of(function: SeatFunction, messages: list[Message]) -> str:
-    """The turn of a seat that is a function; ValueError if it returns something other than text."""
-    said = function(messages)
-    text = await said if inspect.isawaitable(said) else said
-    if not isinstance(text, str):
-        name = getattr(function, "__name__", function)
-        raise ValueError(f"the function {name!r} of a seat returned a {type(text).__name__}; it must return text.")
-    return text
-
-
 @dataclass(eq=False)
 class TextSeat:
     """An opponent that answers in text: a server, or a function."""
 
     name: str
-    seat: Seat | SeatFunction
+    seat: Seat | FunctionSeat
     max_tokens: int
     temperature: float
 
@@ -117,7 +163,7 @@ class TextSeat:
     async def answer(self, messages: list[Message], max_tokens: int | None, stop: Sequence[str]) -> tuple[str, str]:
         """The text of the seat's next turn, and why it ended."""
         if not isinstance(self.seat, Seat):
-            return await text_of(self.seat, messages), "stop"
+            return await self.seat.answer(messages), "stop"
         body: dict[str, Any] = {"model": self.seat.model or self.name, "messages": messages}
         body |= {"max_tokens": max_tokens or self.max_tokens, "temperature": self.temperature}
         body |= {"stop": [*stop]} if stop else {}

@@ -44,11 +44,11 @@ MARK = "__covey_threaded__"
 
 
 def threaded(tool: Marked) -> Marked:
-    """Mark a tool, or a class of environments, whose calls may run on several threads at a time.
+    """Mark a tool, a seat's function or a class of environments, whose calls may run on several threads at a time.
 
     Without the mark, ordinary tools and ordinary methods of environments are called on the main thread, one after
-    another. With it, calls that wait for a network or a process wait concurrently; each environment has a thread of its
-    own. Coroutine functions need no mark.
+    another; a seat's function is called on other threads, one call after another. With it, calls that wait for a
+    network or a process wait concurrently; each environment has a thread of its own. Coroutine functions need no mark.
 
     Example:
         ```python

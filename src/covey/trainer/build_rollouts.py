@@ -87,8 +87,8 @@ def build_rollout_spec(
         args.max_turn_length,
         args.trained_turns,
         args.rollouts_per_game,
-        checked_seats(seats, functions=True),
-        checked_seats(eval_seats, functions=True),
+        checked_seats(seats, args.rollout_timeout),
+        checked_seats(eval_seats, args.rollout_timeout),
     )
 
 

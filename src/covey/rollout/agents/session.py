@@ -24,7 +24,7 @@ from covey.core.special_tokens import opened_thinking
 from covey.rollout.episode import Episode, EpisodeEngine, Reply, first_tokens
 from covey.rollout.images import has_images
 from covey.rollout.prompts import PromptTooLong, are_messages
-from covey.rollout.seats import Seats, text_of
+from covey.rollout.seats import Seats
 from covey.rollout.tool_agent import as_message
 from covey.rollout.tools.parsers import TOOL_PARSERS, parser_for, read_turn
 
@@ -149,7 +149,7 @@ class AgentSession:
     async def answer_from(self, seat: Any, request: ChatRequest) -> list[Answer]:
         """Completions of a seat's engine or function, which are not part of the rollout."""
         if not hasattr(seat, "generate"):
-            texts = [await text_of(seat, request.messages) for _ in range(request.n)]
+            texts = [await seat.answer(request.messages) for _ in range(request.n)]
             replies = [Reply(text, [], FinishReason.STOP) for text in texts]
             return [self._answer({"role": "assistant", "content": one.text}, one, 0) for one in replies]
         kwargs = self.engine.row.get("chat_template_kwargs")
