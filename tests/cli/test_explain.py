@@ -286,7 +286,7 @@ def test_the_first_prompt_lengths_and_rewards_are_shown(run_file, data, capsys, 
     assert "empty solution exact_match_reward 0.000 1.000 fail_on_empty none 1.000" in text
     assert "The solution is the text of the first row's 'solution': '2'." in text
     assert "with prompts of 9 tokens" in text  # in the place of the assumed 256
-    assert "counted in rewards/fail_on_empty/failures" in text
+    assert "counted in rewards/fail_on_empty/failures" in text and "Environments are not played" not in text
 
 
 def test_an_environment_that_nobody_played_in_rewards_nothing(run_file, data, capsys, tmp_path):
@@ -294,6 +294,7 @@ def test_an_environment_that_nobody_played_in_rewards_nothing(run_file, data, ca
         """
 class Room:
     def reset(self, **row):
+        open("called", "w").close()
         return "go"
 
     def step(self, action):
@@ -306,6 +307,7 @@ class Room:
     assert main([run_file, *data[:2], "--environment_factory", "own.py:Room", "--prompts_as_messages", "True"]) == 0
     text = words(capsys.readouterr().out)
     assert "as the model reads it:" in text and "Room" not in text and "no reward function" not in text
+    assert "Environments are not played here: what they add to prompts" in text and not (tmp_path / "called").exists()
 
 
 def test_prompts_that_leave_no_room_are_counted(run_file, data, capsys, tmp_path):

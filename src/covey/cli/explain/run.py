@@ -47,6 +47,10 @@ from covey.trainer.teacher_weights import PolicyWeights, teacher_bytes
 
 MOST_ROWS = 1000  # whose prompts are counted, evenly over the data set
 SHOWN_LINES = 12  # of the first prompt
+NOT_PLAYED = (
+    "Environments are not played here: what they add to prompts, by `reset` or by `observe` of a game, is neither shown"
+    " nor counted; `--prompt_tokens` sets the length with it."
+)
 SOLUTIONS = ("solution", "answer", "target", "label")  # columns that hold a correct completion
 
 
@@ -276,6 +280,8 @@ def check_start(run: RunConfig, algebra: BatchAlgebra) -> Start:
                 if collector:
                     longest = run.args.max_completion_length
                     start.prompts, start.prompt_tokens = prompt_lines(collector.codec, rows, longest)
+                    if arguments.environment_factory is not None:
+                        start.prompts.append(NOT_PLAYED)
                 for name, part in parts_of(rows, "source"):
                     start.prompts += [f"Rewards of {name}:"] if arguments.sources else []
                     start.prompts += reward_lines(suite, collector, part[0])
