@@ -18,6 +18,7 @@ DEEPSPEED_BIN := .venv-deepspeed/bin
 DOCS_BIN := .venv-docs/bin
 # What is tested beside verifiers: an environment that needs neither a hub nor a judge.
 WITH_verifiers := marble-v1
+NUMERICAL_TESTS := tests/core tests/algorithms tests/policy tests/engines/native tests/trainer/async_rollouts
 ENVIRONMENT_TESTS := tests/real_environments tests/rollout/environments tests/examples/test_examples.py -k environment
 # The oldest client that `covey tinker-serve` supports, and any that is newer.
 TINKER_oldest := tinker==0.25.0
@@ -55,8 +56,8 @@ lint: .venv/dev.done
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Four workers for two cores, as tests also wait; one thread each, because tiny models run fastest so and threads that
-# spin disturb.
+# The quick tests, a few thousand that take less than half a second each. Four workers for two cores, as tests also wait;
+# one thread each, because tiny models run fastest so and threads that spin disturb.
 test: WORKERS = 4
 # Compiled modules are kept even where this variable is set: each worker would compile 350 test modules for itself.
 test test-slow: export PYTHONDONTWRITEBYTECODE =
@@ -70,7 +71,7 @@ test-old-cpu: export MKL_ENABLE_INSTRUCTIONS = AVX2
 test-old-cpu: export ONEDNN_MAX_CPU_ISA = AVX2
 test-old-cpu:
 	$(MAKE) test
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) -m slow tests/engines/native/test_batch_invariance.py
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow $(NUMERICAL_TESTS)
 
 .venv-oldest/covey.done: pyproject.toml
 	$(PYTHON) -m venv .venv-oldest
@@ -84,13 +85,15 @@ test-old-cpu:
 test-oldest: export PYTHONDONTWRITEBYTECODE =
 test-oldest: .venv-oldest/covey.done
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive .venv-oldest/bin/python -m pytest -n $(WORKERS) --dist worksteal
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive .venv-oldest/bin/python -m pytest -n $(WORKERS) --dist worksteal -m 'slow and not gpu'
 
 # All that .ci/run leaves to the nightly workflow.
 test-more: test-oldest test-doctor test-environments test-agents test-tinker test-vllm test-sglang test-deepspeed test-trackers
 
-# What needs a CPU, the real model and some minutes.
+# The tests that take longer, among them all that train the real model.
+test-slow: WORKERS = 4
 test-slow: .venv/dev.done
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'slow and not gpu'
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'slow and not gpu'
 
 # Faults planted in small runs and healthy ones, as `covey doctor` sees them; not in .ci/run.
 test-doctor: .venv/dev.done

@@ -134,6 +134,7 @@ def test_the_weakest_part_decides():
     assert weakest([OPEN, FAILS, HOLDS]) == FAILS
 
 
+@pytest.mark.slow
 def test_seeds_that_would_decide_are_more_than_there_are():
     assert seeds_to_decide("superiority", Interval(0.1, -0.02, 0.22), 0.05, 4) == 5
     assert seeds_to_decide("superiority", Interval(0.049, -0.3, 0.4), 0.05, 4) == 80
@@ -255,6 +256,7 @@ def test_logs_keep_what_is_read_and_finite():
 # ---- Kuhn poker ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_self_play_is_judged_after_each_step():
     found = KuhnBed(steps=2).train({"compare": "role"}, seed=0)
     assert [len(curve) for curve in found["curves"].values()] == [2, 2, 2]
@@ -406,11 +408,13 @@ def test_every_method_with_a_paper_has_a_claim_or_a_reason():
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_page_is_what_the_records_say():
     """Write it with `python -m benchmarks.claims --write`."""
     assert (ROOT / "docs" / "claims.md").read_text() == page.render(ClaimRecords())
 
 
+@pytest.mark.slow
 def test_recipes_are_what_the_records_say():
     assert (ROOT / "docs" / "recipes.md").read_text() == recipes.render(ClaimRecords())
 
@@ -433,6 +437,7 @@ def test_the_best_arm_is_shown_once_it_has_four_seeds(tmp_path):
     assert recipes.best(claim, "G ", records) == "2 (score 0.50)"
 
 
+@pytest.mark.slow
 def test_verdicts_in_the_docs_of_methods_are_those_of_the_page():
     """Every claim about a setting has a line on the page of that setting; claim 17 is about no setting of its own."""
     linked, records = set(), ClaimRecords()
@@ -449,6 +454,7 @@ def test_pictures_of_the_page_are_there():
         assert (ROOT / "docs" / path).is_file()
 
 
+@pytest.mark.slow
 def test_enumerations_on_record_are_those_of_now():
     records = ClaimRecords()
     for claim in CLAIMS:
@@ -472,12 +478,14 @@ def test_a_picture_has_a_line_for_each_arm(tmp_path):
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_tiny_run_has_a_curve_for_each_step(registered):
     found = TinyBed(reward="first", tokens=4, steps=2).train({"loss_type": "grpo"}, seed=0)
     assert [len(found["curves"][name]) for name in ("accuracy", "wrong length")] == [2, 2]
     assert [step for step, _ in found["logs"]["entropy"]] == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_teacher_is_trained_once_and_teaches(registered, tmp_path):
     bed = DistillationBed("share", 4, 2, teacher_steps=1)
     arms = {"teacher": {"teacher": "trained", "teacher_loss": "divergence", "advantages": "no_rewards"}}
@@ -486,6 +494,7 @@ def test_a_teacher_is_trained_once_and_teaches(registered, tmp_path):
     assert (tmp_path / "teacher" / "config.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_rounded_engine_differs_from_the_trainer_and_a_copy_does_not(registered):
     differences = []
     for bits in (None, 4):

@@ -21,6 +21,7 @@ def test_rollouts_say_the_same_however_long_the_tool_takes(small):
     assert slow.seconds >= 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocking", [False, True])
 def test_a_call_that_hangs_changes_its_own_rollout_alone(small, blocking):
     engine = concurrency.ENGINES["scripted"]()
@@ -33,6 +34,7 @@ def test_a_call_that_hangs_changes_its_own_rollout_alone(small, blocking):
     assert hung.ends[one] >= 0.5
 
 
+@pytest.mark.slow
 def test_rewards_are_timed_with_the_rollouts(small):
     engine = concurrency.ENGINES["scripted"]()
     for streamed in (False, True):

@@ -36,6 +36,7 @@ def test_a_group_costs_its_passes():
     assert spent.tokens == 6 and spent.flops == 5 * distillation.forward_flops(size, 3, [2, 4])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arm", distillation.TASK_ARMS)
 def test_an_arm_of_two_tasks_is_trained(arm, tmp_path, monkeypatch):
     torch.manual_seed(0)
@@ -48,6 +49,7 @@ def test_an_arm_of_two_tasks_is_trained(arm, tmp_path, monkeypatch):
     assert distillation.task_table([{"arm": arm, **found}]).count("\n") == 2
 
 
+@pytest.mark.slow
 def test_the_cost_of_a_teacher_is_measured_against_a_forward_pass(tmp_path, monkeypatch):
     tiny.folder(tmp_path)
     monkeypatch.setattr(teacher_cost, "rows", lambda *args, **others: tiny.rows())

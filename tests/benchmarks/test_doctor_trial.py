@@ -25,6 +25,7 @@ def test_there_are_enough_cases_with_codes_that_there_are():
     assert len({case.digest for case in CASES}) == len(CASES)
 
 
+@pytest.mark.slow
 def test_run_files_are_read_and_their_functions_are_there(tmp_path, monkeypatch):
     from covey.cli.config_file import load_run
     from covey.cli.train import environments, named, rewards

@@ -68,6 +68,7 @@ def test_free_drafts_bound_the_passes_of_a_tail():
     assert passes("free") <= passes("drafts") < 20
 
 
+@pytest.mark.slow
 def test_the_engine_draws_its_own_completions_again(tiny_model):
     engine = NativeEngine(lambda: tiny_model, eos_token_ids={1, 40, 41}, pad_token_id=0)
     params = SamplingParams(max_tokens=12)

@@ -28,6 +28,7 @@ def test_a_repair_changes_the_run():
         assert entry.setup() != entry.setup(repaired=True), entry.name
 
 
+@pytest.mark.slow
 def test_runs_are_read_by_the_command(tmp_path, monkeypatch):
     from covey.cli.config_file import load_run
     from covey.cli.run_file import RUN_KEYS
@@ -44,6 +45,7 @@ def test_runs_are_read_by_the_command(tmp_path, monkeypatch):
         assert loaded.model == MODEL_FIELD
 
 
+@pytest.mark.slow
 def test_functions_of_runs_can_be_imported(tmp_path, monkeypatch):
     from covey.cli.train import environments, named, rewards
 

@@ -133,6 +133,7 @@ def test_a_failed_case_is_recorded_and_the_others_go_on(kit, monkeypatch):
     assert started[2:] == [["b"]]
 
 
+@pytest.mark.slow
 def test_a_job_ends_with_its_time(kit, monkeypatch, tmp_path):
     script = 'import time; print(\'{"case": "a"}\', flush=True); time.sleep(600)'
     monkeypatch.setattr(Job, "dumped", lambda job: "")

@@ -53,6 +53,7 @@ def test_tossing_coins_wins_nothing_against_tossing_coins():
     assert against_even(HALF) == 0
 
 
+@pytest.mark.slow
 def test_a_tiny_model_is_judged_after_each_step():
     found = KuhnBed(steps=2).train({"compare": "role"}, seed=0)["curves"]
     assert len(found["NashConv"]) == 2 and all(0 <= one <= 3 for one in found["NashConv"])
@@ -87,6 +88,7 @@ def test_options_that_nothing_would_read_are_refused(monkeypatch, capsys, given)
     assert "--steps and --seeds" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compare", COMPARED)
 def test_self_play_becomes_less_exploitable(compare):
     """150 updates instead of the benchmark's: from 11/12 to less than half of that, whatever is compared."""

@@ -40,6 +40,7 @@ def test_a_short_run_is_judged_at_both_ends():
     assert "| role |" in table({"role": [found]})
 
 
+@pytest.mark.slow
 def test_finished_runs_are_read_and_a_fall_is_counted(tmp_path, capsys):
     """Both seats go from 0.5 to 0.1 against the uniform player with `group`, and stay otherwise: one collapse."""
     records = Records(tmp_path / "runs.jsonl")

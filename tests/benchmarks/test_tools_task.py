@@ -128,6 +128,7 @@ def test_a_policy_that_calls_and_answers_is_found_to_be_right(folder, tmp_path):
         assert found[way]["answer"]["mean"] == found[way]["both"]["mean"] == pytest.approx(2 / 3)
 
 
+@pytest.mark.slow
 def test_the_benchmark_runs_in_miniature(folder, tmp_path):
     run = tools.learn(folder, 0, 1, tmp_path / "out", held_out=3, **SMALL, max_completion_length=8)
     assert run["before"]["sampled"]["both"] == {"mean": 0.0, "interval": [0.0, 0.0]}  # random weights

@@ -154,6 +154,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["training", "starting"])
 def test_sigterm_ends_a_single_process_too(state):
     """Accelerate's launcher of one process would end alone, and leave it training."""

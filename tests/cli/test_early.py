@@ -38,6 +38,7 @@ def run_file(tmp_path, monkeypatch, tiny_folder):
     return tmp_path / "run.yaml"
 
 
+@pytest.mark.slow
 def test_no_heavy_import_precedes_help_and_mistakes(run_file):
     mistakes = [
         ["grpo", "--config", "run.yaml", "--learning_rat", "1"],

@@ -73,6 +73,7 @@ def test_eval_samples_scores_prints_and_writes(folder, tiny_folder, capsys):
     assert "Suite votes: 6 completion(s) of each prompt." in explained
 
 
+@pytest.mark.slow
 def test_eval_of_a_trained_model_keeps_those_of_the_untrained(folder, tiny_folder):
     trained = folder / "trained"
     shutil.copytree(tiny_folder, trained)

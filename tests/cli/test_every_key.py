@@ -283,6 +283,7 @@ def test_flags_that_a_command_does_not_read_are_those_of_fields_or_keys(command,
     assert {*words} <= fields | {*RUN_KEYS} | {"warmup_ratio"}, names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", ["--learning_rate 0.5", "--resume_from_checkpoint x", "--dataset_split test"])
 def test_flags_that_a_command_does_not_read_are_pointed_out(flag, home, monkeypatch, capsys):
     monkeypatch.chdir(home)

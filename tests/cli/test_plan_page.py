@@ -22,6 +22,7 @@ QWEN_72B = Qwen2Config(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["grpo", "rloo"])
 def test_the_page_has_the_plan_of_the_recipe(tmp_path, capsys, method):
     QWEN_72B.save_pretrained(tmp_path)

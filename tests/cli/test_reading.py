@@ -85,6 +85,7 @@ def test_a_command_that_reads_changes_no_byte(name, trained, monkeypatch):
     assert not (trained / "ran_again").exists(), "the script was run again"
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_a_model_is_written_beside_it(trained, monkeypatch):
     """The run file's output_dir is another run's: nothing in it changes."""
     monkeypatch.chdir(trained)

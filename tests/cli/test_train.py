@@ -102,6 +102,7 @@ def test_a_run_leaves_model_curves_report_and_completions(run_file, capsys):
     assert "%|" not in noise and "Generating" not in noise  # no bars of libraries
 
 
+@pytest.mark.slow
 def test_rloo_takes_the_same_file(run_file):
     trained = train(read_run(str(run_file), ["--max_steps", "1", "--eval_dataset", "rows.jsonl"], "rloo"))
     assert trained.args.method == "rloo"
@@ -162,6 +163,7 @@ def test_tools_are_named_like_rewards(acting, capsys):
     assert [name.rpartition("/")[2] for name in named] == ["acting.py:add", "acting.py:by_hand"]
 
 
+@pytest.mark.slow
 def test_a_rollout_function_is_named_like_a_reward(acting):
     from covey.runtime.import_path import resolve
 
@@ -192,6 +194,7 @@ def test_an_agent_is_a_command_or_is_named(acting):
     assert main(["explain", acting[0]]) == 0
 
 
+@pytest.mark.slow
 def test_environments_by_name_need_no_dataset(acting):
     run_file = Path(acting[0])
     run = json.loads(run_file.read_text())

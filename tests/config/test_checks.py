@@ -444,6 +444,7 @@ def test_a_wrong_entry_or_default_is_refused_by_name(cls, settings, named):
     assert re.search(named, refusal(cls, settings))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [None, "foo", "", -1, 7, True, [], {}, [1, 2], math.nan, math.inf], ids=repr)
 @pytest.mark.filterwarnings("ignore")
 def test_every_field_takes_a_value_or_names_itself(value, monkeypatch):
@@ -546,6 +547,7 @@ def test_several_gpus_need_several_processes():
     assert "--num_processes 4" in found.fix
 
 
+@pytest.mark.slow
 def test_every_rule_has_a_case(monkeypatch):
     acted = set()
 
@@ -582,6 +584,7 @@ def test_limits_accept_the_default_and_refuse_a_value_beyond():
         assert found.evidence.startswith(f"{field.name}=")
 
 
+@pytest.mark.slow
 def test_every_code_of_a_config_has_a_case():
     """But those of the machine, of run files and of studies, which have tests of their own."""
     found, cases = set(), [*REFUSED_BY_NAME, *WARNED, *((GRPOConfig, case) for case in [*REFUSED, *ELSEWHERE])]

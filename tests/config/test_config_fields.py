@@ -79,6 +79,7 @@ WITHOUT_EFFECT = {
 """Fields that are accepted for scripts that set them."""
 
 
+@pytest.mark.slow
 def test_every_own_field_is_read_somewhere():
     """A rule about a field is not a reader."""
     config = Path(hardware.__file__).parent
@@ -309,6 +310,7 @@ def test_generation_kwargs_that_are_fields_set_them():
     assert args.generation_kwargs == {"stop": ["x"]} and len(given) == 4
 
 
+@pytest.mark.slow
 def test_others_are_waited_for_as_long_as_ddp_timeout(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -29,6 +29,7 @@ def codes_in(file):
                 yield first.value
 
 
+@pytest.mark.slow
 def test_checks_find_all_codes_of_the_table_and_no_others():
     source = Path(covey.__file__).parents[1]
     found = {

@@ -99,6 +99,7 @@ def test_without_tokens_the_first_difference_is_of_texts(cause, in_text, tmp_pat
     assert found[found.index("What differs and acts there:") + 1].strip() == named, found
 
 
+@pytest.mark.slow
 def test_a_run_with_tokens_is_compared_with_one_without(base, in_text, tmp_path, capsys):
     capsys.readouterr()
     assert main(["diff", base, in_text]) == 0, "they differ in the record alone"

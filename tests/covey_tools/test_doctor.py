@@ -52,6 +52,7 @@ def test_healthy_runs_have_no_error(name, tmp_path, repeating):
     assert [str(one) for one in found if one.level == "error"] == []
 
 
+@pytest.mark.slow
 def test_warnings_of_the_start_are_findings(tmp_path, unused):
     """Those of settings, of the data and of arguments, each once, behind causes of poor learning."""
     settings = {"vllm_server_port": 3, "teacher_mixup_alpha": 0.5, "teacher": "start", "reward_funcs": None}
@@ -110,11 +111,13 @@ def test_a_random_model_is_enough_for_some_causes(name, tmp_path, unused):
     assert found and found[0].code == code, list(map(str, found))
 
 
+@pytest.mark.slow
 def test_a_random_model_that_learns_is_healthy(tmp_path, unused):
     found = findings(tmp_path, unused, rows=faults.TEXTS, funcs=["digits"], learning_rate=5e-3)
     assert [str(one) for one in found if one.level == "error"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [5.0, 0.5])  # with less no time is left for anything else
 def test_a_reward_beyond_its_time_limit_is_slow_and_not_failing(tmp_path, unused, seconds):
     code = "import time\n\ndef f(completions, **kwargs):\n    return [time.sleep(0.1) or 1.0 for one in completions]\n"
@@ -123,6 +126,7 @@ def test_a_reward_beyond_its_time_limit_is_slow_and_not_failing(tmp_path, unused
     assert codes[0] == "reward-slow" and "reward-failing" not in codes, list(map(str, found))
 
 
+@pytest.mark.slow
 def test_a_count_of_letters_is_a_length(tmp_path, unused):
     code = (
         "def f(completions, **kwargs):\n    return [sum(map(str.isalnum, one[-1]['content'])) for one in completions]\n"
@@ -131,6 +135,7 @@ def test_a_count_of_letters_is_a_length(tmp_path, unused):
     assert "reward-length" in {one.code for one in found}
 
 
+@pytest.mark.slow
 def test_json_and_exit_status(tmp_path, unused, capsys):
     path = faults.write(tmp_path, unused, code="def f(completions, **kwargs):\n    return [0.5] * len(completions)\n")
     assert main([path, "--json"]) == 1
@@ -184,6 +189,7 @@ def test_a_recorded_run_is_examined_with_its_rewards(recorded, capsys):
     assert json.loads((recorded / "record" / "findings.json").read_text()) == shown["findings"]
 
 
+@pytest.mark.slow
 def test_a_record_alone_shows_that_there_is_no_signal(tmp_path, capsys):
     parts = {"reward_funcs": lambda completions, **kwargs: [0.25] * len(completions)}
     runs.trainer(tmp_path, parts=parts, record="tokens").train()

@@ -184,6 +184,7 @@ def with_other_routers():
     return model
 
 
+@pytest.mark.slow
 def test_an_engine_that_sends_tokens_to_other_experts_is_named(tmp_path):
     run = with_routes(tmp_path, Routed(with_other_routers()))
     (found,) = learning.routes(run)
@@ -194,6 +195,7 @@ def test_an_engine_that_sends_tokens_to_other_experts_is_named(tmp_path):
     assert 0 < found.effect.then < found.effect.now and found.effect.improves
 
 
+@pytest.mark.slow
 def test_experts_are_not_named_where_they_agree_or_are_replayed(tmp_path):
     assert [*learning.routes(with_routes(tmp_path / "same", Routed(mixtures.model("Mixtral"))))] == []
     replaying = with_routes(tmp_path / "r3", Routed(with_other_routers()), routing_replay="R3")

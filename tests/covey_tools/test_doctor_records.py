@@ -49,6 +49,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 def test_an_environment_without_a_name_is_not_left_out(tmp_path, capsys):
     """The run cannot be made again without it: what is examined would be another run."""
     parts = {"environment_factory": lambda: Counting(), "train_dataset": tiny.rows(conversational=True)}
@@ -56,6 +57,7 @@ def test_an_environment_without_a_name_is_not_left_out(tmp_path, capsys):
     assert doctor(tmp_path / "run", capsys)[2]["rebuilt"] is False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [True, False])
 def test_a_run_without_rewards_lacks_none(tmp_path, capsys, named):
     """Its teacher alone says what is learnt; without a name of a part, only the record is read."""
@@ -102,6 +104,7 @@ def test_a_record_of_any_kind_is_read(kind, tmp_path, capsys):
         assert codes[0] == ("signal-sparse" if kind == "a reward without a name" else "reward-failing")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_whose_last_file_is_broken_is_read(tmp_path, capsys):
     train(tmp_path, max_steps=2, save_strategy="steps", save_steps=1)
     again = runs.trainer(
@@ -130,6 +133,7 @@ def test_a_run_that_learnt_nothing_has_the_findings_it_warned_of(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_without_time_a_run_is_not_called_healthy(tmp_path, capsys):
     train(tmp_path, record="tokens")
     status, codes, summary = doctor(tmp_path / "run", capsys, "0.01")
@@ -159,6 +163,7 @@ VARIED = ["red", "blue", "green", "white"]
 EACH = [0.0, 0.5, 0.5, 1.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("last", "rewards", "entropies", "code"),
     [
@@ -176,6 +181,7 @@ def test_the_course_of_a_run_is_looked_at_first(tmp_path, last, rewards, entropi
     assert [one.code for one in course_of(read, None)] == ([code] if code else [])
 
 
+@pytest.mark.slow
 def test_a_constant_answer_is_no_collapse_where_it_is_right(tmp_path):
     answers, rewards = [VARIED] * 2 + [["red"]] * 4, [EACH] * 2 + [[1.0]] * 4
     read = recorded(tmp_path, answers, rewards, ["red"] * 12, [2.0] * 6)

@@ -34,12 +34,14 @@ def replay(run, folder, *flags):
     return main(["replay", str(run), "--output_dir", str(folder), *flags])
 
 
+@pytest.mark.slow
 def test_an_unchanged_replay_is_equal(run, tmp_path, capsys):
     assert replay(run, tmp_path) == 0
     shown = capsys.readouterr().out
     assert "4 of 4 logged steps have the same loss and grad_norm" in shown and "The weights are the same." in shown
 
 
+@pytest.mark.slow
 def test_a_run_without_rewards_is_replayed(tmp_path, capsys):
     """A group of one completion is refused only where there are rewards."""
     parts = {"model": AutoModelForCausalLM.from_pretrained(tiny.folder(tmp_path / "model")), "reward_funcs": None}
@@ -49,6 +51,7 @@ def test_a_run_without_rewards_is_replayed(tmp_path, capsys):
     assert "2 of 2 logged steps have the same loss and grad_norm" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_games_are_replayed_without_what_played_them(tmp_path, capsys):
     """Roles are on record; settings of the rollouts, which nothing reads now, are no mistakes."""
 
@@ -70,6 +73,7 @@ def test_games_are_replayed_without_what_played_them(tmp_path, capsys):
     assert replay(tmp_path / "run", tmp_path / "role", "--compare", "role") == 0
 
 
+@pytest.mark.slow
 def test_other_weights_of_the_same_losses_are_a_difference(run, tmp_path, capsys):
     shutil.copytree(run, tmp_path / "run")
     saved = tmp_path / "run/model.safetensors"
@@ -78,6 +82,7 @@ def test_other_weights_of_the_same_losses_are_a_difference(run, tmp_path, capsys
     assert "4 of 4 logged steps" in (shown := capsys.readouterr().out) and "The weights are different." in shown
 
 
+@pytest.mark.slow
 def test_steps_begin_with_a_checkpoint_and_end_early(run, tmp_path, capsys):
     assert replay(run, tmp_path / "last", "--steps", "3:") == 0
     assert "2 of 2 logged steps" in (shown := capsys.readouterr().out) and "The weights are the same." in shown
@@ -160,6 +165,7 @@ def test_runs_of_other_kinds_are_replayed(case, tmp_path, capsys):
     assert "2 of 2 logged steps" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_adapter_begins_with_the_same_weights(tmp_path, capsys):
     peft = pytest.importorskip("peft")
     settings = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="gaussian")
@@ -175,11 +181,13 @@ def test_logs_are_compared_over_the_same_steps(tmp_path, capsys):
         assert f"{count} of {count} logged steps" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_another_micro_batch_keeps_the_rollout_batch(run, tmp_path, capsys):
     assert replay(run, tmp_path, "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "4") == 0
     assert "of 4 logged steps" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_model_without_a_name_can_be_given(run, tmp_path, capsys):
     shutil.copytree(run / "record", tmp_path / "run/record")
     path = tmp_path / "run/record/run.json"
@@ -198,6 +206,7 @@ def test_unknown_flags_and_a_later_end_are_errors_of_one_line(run, tmp_path, cap
     assert capsys.readouterr().err.strip().endswith("begin with step 1 or 3.")
 
 
+@pytest.mark.slow
 def test_from_a_checkpoint_data_and_rewards_have_not_changed(run, tmp_path, capsys):
     assert replay(run, tmp_path, "--steps", "3:") == 0
     assert "this run has changed" not in capsys.readouterr().err

@@ -87,6 +87,7 @@ def test_a_rollout_has_its_tokens_and_messages(recorded):
     assert rollout["rewards"].keys() == {"right", "brief"} and rollout["data"] == {"answer": "2"}
 
 
+@pytest.mark.slow
 def test_values_of_updates_come_with_their_tokens(tmp_path):
     """The second pass over a rollout batch changes ratios, and is clipped where they leave the range."""
     settings = {"num_iterations": 2, "max_steps": 2, "learning_rate": 0.1, "beta": 0.05}
@@ -114,6 +115,7 @@ def test_metrics_are_those_of_the_run(tmp_path):
     assert lines[0]["cpu_seconds"] > 0 and lines[0]["memory_gb"] > 0 and run.state()["live"] == "ended"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_its_metrics(tmp_path):
     """A line that a kill cut off is gone, and steps that are taken again replace theirs."""
     saving = {"save_strategy": "steps", "save_steps": 1}
@@ -147,6 +149,7 @@ def test_warnings_of_the_run_are_findings(tmp_path):
     assert [one["level"] for one in RecordedRun(tmp_path).described()["findings"]] == ["error"]
 
 
+@pytest.mark.slow
 def test_evaluations_are_curves_with_their_intervals(tmp_path):
     suite = EvalSuite(tiny.rows()[:4], num_generations=2, pass_at=(1,), success_threshold=6.5)
     held = {"plain": tiny.rows()[:4], "held": suite}
@@ -160,6 +163,7 @@ def test_evaluations_are_curves_with_their_intervals(tmp_path):
     assert all(one["low"] <= one["y"] <= one["high"] for one in curves["held", "pass@1"])
 
 
+@pytest.mark.slow
 def test_completions_of_evaluations_are_pairs_with_their_images(tmp_path):
     parts = {"eval_dataset": tiny.rows(2)}
     runs.trainer(tmp_path, parts=parts, eval_strategy="steps", eval_steps=1, eval_on_start=True, max_steps=1).train()
@@ -232,6 +236,7 @@ def test_a_training_that_the_machine_slept_through_is_one():
     assert spent(lines) == (10, 10)
 
 
+@pytest.mark.slow
 def test_lines_of_a_resumed_run_tell_when_theirs_began(tmp_path):
     runs.trainer(tmp_path, max_steps=2, save_strategy="steps", save_steps=1).train()
     runs.trainer(tmp_path, max_steps=3).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
@@ -242,6 +247,7 @@ def test_lines_of_a_resumed_run_tell_when_theirs_began(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_run_resumed_in_its_own_process_has_not_spent_what_came_before(tmp_path):
     """As in a notebook, whose imports and other cells are no cost of the run."""
     before = time.process_time()

@@ -7,6 +7,8 @@ import pytest
 from covey.config.algebra import BatchAlgebra
 from covey.data.sampler import train_loader
 
+pytestmark = pytest.mark.slow
+
 
 class Hanging:
     """A dataset whose third row never comes."""

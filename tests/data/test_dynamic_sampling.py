@@ -283,6 +283,7 @@ def test_streams_are_refused(tmp_path, setting):
     assert raised.value.codes == ["stream-lookup"]
 
 
+@pytest.mark.slow
 def test_only_refills_change_what_is_trained(tmp_path):
     parts = {"train_dataset": tiny.rows(16), "reward_funcs": odd}
     settings = [{}, {"dynamic_sample": True, "max_resample_times": 0}, {"dynamic_sample": True}]
@@ -294,6 +295,7 @@ def test_only_refills_change_what_is_trained(tmp_path):
     assert not all(torch.equal(a, b) for a, b in zip(plain, refilled, strict=True))
 
 
+@pytest.mark.slow
 def test_logs_are_of_round_0_and_token_counts_of_all_rounds(tmp_path):
     parts = {"train_dataset": tiny.rows(16), "reward_funcs": odd}
     settings = {"learning_rate": 0.0, "max_steps": 3}  # the policy stays the same, so the first draws do
@@ -308,6 +310,7 @@ def test_logs_are_of_round_0_and_token_counts_of_all_rounds(tmp_path):
     assert runs.history(refilled, "dynamic_sampling/first_signal") == [1 - share for share in silent]
 
 
+@pytest.mark.slow
 def test_logs_of_rewards_go_with_the_kept_completions(tmp_path):
     def noted(prompts, completion_ids, log_extra, **kwargs):
         log_extra("tokens", [len(ids) for ids in completion_ids])

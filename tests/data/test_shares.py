@@ -37,6 +37,7 @@ def test_5_to_2_to_1_is_exact_in_every_batch_of_eight():
     assert shares.owed == [0, 0, 0]
 
 
+@pytest.mark.slow
 @given(WEIGHTS)
 def test_no_prefix_is_off_by_a_whole_prompt(weights):
     k = len(weights)
@@ -59,6 +60,7 @@ def test_taking_what_is_owed_most_would_be_off_by_more_than_a_prompt():
     assert largest_debt(lambda prompt: weights, 3000) <= 0.9 < worst
 
 
+@pytest.mark.slow
 @given(WEIGHTS, st.integers(0, 2**32))
 def test_changing_weights_stay_within_a_prompt(weights, seed):
     other = weights[1:] + weights[:1]

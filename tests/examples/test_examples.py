@@ -88,6 +88,7 @@ def test_an_adapter_is_trained_over_four_bits(tiny_folder, tmp_path, monkeypatch
     assert trainer.state.global_step == 2 and trainer.policy.get_base_model().is_quantized
 
 
+@pytest.mark.slow
 def test_a_loop_by_hand_changes_the_policy_as_its_rewards_say(tiny_folder, monkeypatch, tmp_path, capsys):
     history = run("custom_loop.py", monkeypatch, "--model", tiny_folder, "--max_steps", 2, "--output_dir", tmp_path)
     assert len(history) == 2 and all(entry["loss"] == entry["loss"] for entry in history)

@@ -105,6 +105,7 @@ def test_the_callback_warns_once_whatever_logging_steps_is():
         callback.on_train_end(ARGS, state, TrainerControl())
 
 
+@pytest.mark.slow
 def test_a_course_does_not_grow_with_the_run():
     """What is kept after ten thousand steps is what is kept after two hundred."""
     long, short = Course(), Course()

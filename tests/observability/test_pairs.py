@@ -60,6 +60,7 @@ def steps_of(folder):
     return {name: [*steps] for name, steps in evaluation_files(folder).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:output_dir")
 def test_a_new_run_puts_earlier_evaluations_aside_and_keeps_its_own(tmp_path):
     parts = {"eval_dataset": {"held/out": tiny.rows(2)}}
@@ -71,6 +72,7 @@ def test_a_new_run_puts_earlier_evaluations_aside_and_keeps_its_own(tmp_path):
     assert steps_of(tmp_path / "record_1") == {"eval_held-out": [0, 1, 2]}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_replaces_later_evaluations(tmp_path):
     parts = {"eval_dataset": tiny.rows(2)}
     runs.trainer(tmp_path, parts=parts, **{**EVALUATED, "max_steps": 3}).train()
@@ -84,6 +86,7 @@ def test_an_evaluation_alone_is_described(tmp_path):
     assert steps_of(tmp_path / FOLDER) == {"eval": [0]} and read_run(tmp_path)["processes"] == 1
 
 
+@pytest.mark.slow
 def test_an_evaluation_before_the_first_step_is_among_the_metrics(tmp_path):
     parts = {"eval_dataset": tiny.rows(2)}
     runs.trainer(tmp_path, parts=parts, **EVALUATED).train()

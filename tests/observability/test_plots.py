@@ -23,6 +23,7 @@ HISTORY = [
 ]
 
 
+@pytest.mark.slow
 def test_curves_are_a_png(tmp_path):
     path = plot_curves(HISTORY, tmp_path / "new" / "curves.png", title="A run")
     assert path.read_bytes().startswith(b"\x89PNG")
@@ -91,5 +92,6 @@ def test_panels_of_zeros_and_rounding_are_left_out():
     assert [panel.title.split()[0] for panel in drawn_panels(history)] == ["Reward", "Gradient"]
 
 
+@pytest.mark.slow
 def test_titles_may_hold_dollars(tmp_path):
     assert plot_curves(HISTORY, tmp_path / "a.png", "a$\\frac$").exists()

@@ -123,6 +123,7 @@ def test_layouts_agree(name):
     assert_same(tiny_of(name), ragged_batch())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "GptOss"])
 def test_layouts_agree_where_layers_are_recomputed(name):
     model = tiny_of(name).train()
@@ -131,6 +132,7 @@ def test_layouts_agree_where_layers_are_recomputed(name):
     assert_same(model, ragged_batch())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Qwen3", "Gemma2"])
 def test_layouts_agree_with_lora(name):
     peft = pytest.importorskip("peft")

@@ -52,6 +52,7 @@ def scored(model, batch, layout):
     return scores, [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of_prompt", [1, 2], ids=["one route of a prompt", "several"])
 @pytest.mark.parametrize("name", mixtures.SETTINGS)
 def test_layouts_agree_on_given_routes(name, of_prompt):

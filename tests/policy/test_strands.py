@@ -223,6 +223,7 @@ def test_every_sampled_token_comes_once_after_its_own_context(parts):
     assert longest(len(rollout.prompt_ids), len(rollout.completion_ids), rollout.strands) == size
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(conversations(), min_size=1, max_size=4))
 def test_the_tokens_of_a_micro_batch_are_those_that_it_computes(programs):
@@ -254,6 +255,7 @@ def test_prompts_that_strands_shorten_are_counted():
     assert computed <= inputs.kwargs["input_ids"].numel() <= computed + 3  # branches of few tokens are not shared
 
 
+@pytest.mark.slow
 def test_engine_and_trainer_agree_on_every_strand():
     """A program that asks for two choices, continues with one, cuts its history and begins another conversation."""
     policy = tiny.model(scale=3.0, max_position_embeddings=512)

@@ -170,6 +170,7 @@ def test_the_block_mask_is_built_once_a_forward():
     assert flex.compiled_flex() is flex.compiled_flex()
 
 
+@pytest.mark.slow
 def test_one_compilation_serves_all_sizes():
     # As many blocks as key/value heads at first, more later: the two must not be compiled as one number.
     counter = CompileCounter()
@@ -181,6 +182,7 @@ def test_one_compilation_serves_all_sizes():
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 def test_dropout_is_the_same_in_the_backward_pass():
     """With the draws fixed, attention is a smooth function whose gradient can be checked numerically."""
     row = TokenTree([2, 2, 1], [-1, 0, 0])

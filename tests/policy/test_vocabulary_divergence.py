@@ -176,6 +176,7 @@ def test_half_precision_sums_in_float32():
     torch.testing.assert_close(scores.divergence.double(), full_divergence(log_p, log_t, 1.0), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inside", [False, True], ids=["after the model", "inside the head's call"])
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared_prefix"])
 def test_hidden_states_kept_by_one_pass_give_the_divergence_in_another(layout, inside):

@@ -174,6 +174,7 @@ def test_an_argument_that_cannot_be_sent_is_an_error(suites, score):
 # ---- in training -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_training_is_the_same_and_leaves_no_process(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("COVEY_TEST_TRAINED", mark := f"trained-{os.getpid()}")
     trained = []

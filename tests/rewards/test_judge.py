@@ -158,6 +158,7 @@ def test_broken_answers_give_no_reward(judged, endpoint, answer):
     assert rewards == [0.7, None] and metrics["failures"] == 1 and metrics["calls"] == 2
 
 
+@pytest.mark.slow
 def test_an_answer_that_hangs_ends_at_the_deadline(judged, endpoint):
     released = threading.Event()
 

@@ -72,6 +72,7 @@ def test_async_functions_run_beside_each_other_and_sync_ones(score):
     assert score(RewardSuite([first, third, second]), ["a"])[0] == [[1.0, 3.0, 2.0]]
 
 
+@pytest.mark.slow
 def test_a_blocked_loop_does_not_block_the_next_batch(score, monkeypatch):
     monkeypatch.setattr("covey.rewards.call.LOOP_GRACE", 0.1)
     blocked = [True]

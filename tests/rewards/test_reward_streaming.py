@@ -243,6 +243,7 @@ def wait_for(condition):
         time.sleep(0.005)
 
 
+@pytest.mark.slow
 def test_a_coroutine_that_blocks_the_loop_ends_too(streamed):
     async def blocks(completions, **kwargs):
         time.sleep(8)

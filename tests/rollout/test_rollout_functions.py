@@ -148,6 +148,7 @@ def test_a_failing_function_costs_its_rollout():
     assert len(rollouts[2].completion_ids) == 4, "what there was until then"
 
 
+@pytest.mark.slow
 def test_a_late_function_fails_its_rollout_and_blocks_no_other():
     release = threading.Event()
 
@@ -211,6 +212,7 @@ class Endless:
             pass
 
 
+@pytest.mark.slow
 def test_what_a_function_returns_is_read_under_its_deadline():
     async def returns(row, engine):
         rollout = await once(row, engine)

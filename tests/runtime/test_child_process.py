@@ -95,6 +95,7 @@ def test_children_end_with_the_trainer_whatever_ends_it(trainer, number):
     wait_until(lambda: not any(map(alive, ids)))
 
 
+@pytest.mark.slow
 def test_a_forked_process_does_not_keep_children_alive(trainer, tmp_path: Path):
     process, ids = trainer("fork")
     (forked,) = read_ids(tmp_path, ("forked",))

@@ -105,6 +105,7 @@ def test_a_main_thread_call_that_no_interrupt_ends_is_reported(monkeypatch):
     assert len(caught) == 20
 
 
+@pytest.mark.slow
 def test_interrupts_are_raised_only_in_the_function(monkeypatch):
     """Calls that end at about their deadline: interrupts come before, at and after the end."""
     monkeypatch.setattr("covey.runtime.deadlines.INTERRUPT_INTERVAL", 0.001)

@@ -197,6 +197,7 @@ def test_system_exit_in_a_coroutine_is_its_error():
     assert raised.value.text == "SystemExit: 0" and isinstance(raised.value.error, SystemExit)
 
 
+@pytest.mark.slow
 def test_a_spinning_coroutine_is_stopped_and_others_go_on():
     loop = LoopThread("covey-async-tools")
 
@@ -210,6 +211,7 @@ def test_a_spinning_coroutine_is_stopped_and_others_go_on():
     assert (before, type(late), after) == ("fine", CallTimeout, "fine")
 
 
+@pytest.mark.slow
 def test_several_spinning_coroutines_are_stopped():
     before, loop = threads(), LoopThread("covey-async-tools")
 
@@ -226,6 +228,7 @@ def threads():
     return {one for one in threading.enumerate() if one.name == "covey-async-tools"}
 
 
+@pytest.mark.slow
 def test_an_abandoned_loop_ends_when_it_is_no_longer_blocked():
     before, release = threads(), threading.Event()
     loop = LoopThread("covey-async-tools")
@@ -293,6 +296,7 @@ def test_a_blocking_task_counts_for_the_calls_under_way(monkeypatch):
     loop.close()
 
 
+@pytest.mark.slow
 def test_a_loop_ends_with_the_last_reference_to_it():
     before = threads()
     loop = LoopThread("covey-async-tools")
@@ -328,6 +332,7 @@ except CallTimeout:
 """
 
 
+@pytest.mark.slow
 def test_a_process_with_calls_under_way_exits_in_order():
     """Python before 3.14 ends daemon threads by unwinding them, and aborts where it meets torch's frames."""
     ended = forking.run([sys.executable, "-c", EXITS], env=launching.environment(), timeout=60)

@@ -155,6 +155,7 @@ def test_the_first_step_is_looked_at(monkeypatch, recwarn):
     assert [one.message.finding.code for one in recwarn if isinstance(one.message, CheckWarning)] == ["threads-spin"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("found", "threads", "told"), [(LATE, 2, 1), (LATE, 1, 0), (Waiting({}, ()), 2, 0)])
 def test_a_run_says_it_once(tmp_path, monkeypatch, recwarn, found, threads, told):
     monkeypatch.setattr(build, "CHOSEN", found)

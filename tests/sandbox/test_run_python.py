@@ -136,6 +136,7 @@ either = pytest.mark.usefixtures("either_way")
 # --- accidents ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code",
     [
@@ -155,6 +156,7 @@ def test_an_endless_program_is_ended_at_the_deadline(code):
     assert result.duration > 0.9
 
 
+@pytest.mark.slow
 def test_what_was_printed_before_the_deadline_is_kept():
     assert run_python("print('begun', flush=True)\nwhile True: pass", timeout=1.0).stdout == "begun\n"
 
@@ -188,6 +190,7 @@ def test_several_processes_share_the_memory():
     assert result.stopped == "memory"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="counted through /proc")
 @either
 def test_a_fork_bomb_is_ended():
@@ -312,6 +315,7 @@ def test_lines_that_code_writes_into_its_report_are_skipped():
     assert sandbox._outcome(report) == {"guards": frozenset({"files"}), **end}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @either
 def test_a_program_that_kills_its_watcher_leaves_no_process():
@@ -380,6 +384,7 @@ def test_folders_of_killed_callers_are_removed_later(tmp_path, monkeypatch):
     assert left == sorted([f"{gone.pid}-new", f"{os.getpid()}-ours", "other-old"])
 
 
+@pytest.mark.slow
 @either
 def test_nothing_is_left_open_or_running(tmp_path):
     def open_files():

@@ -65,6 +65,7 @@ def whole(tmp_path_factory):
     return tinkering.run(folder, program), adapter(folder, "middle"), adapter(folder, "end")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("sent", range(1, 15))
 def test_a_server_that_is_killed_after_any_request_continues(tmp_path, whole, sent, every):
@@ -112,6 +113,7 @@ def test_a_killed_server_continues_the_making_of_a_client(tmp_path):
     assert model == f"{session}:train:0" and isinstance(scored, bytes)
 
 
+@pytest.mark.slow
 def test_samplers_of_states_and_of_clients_are_there_again(tmp_path, monkeypatch):
     monkeypatch.setattr(service_module, "KEPT_SAMPLERS", 2)
     params = {"seed": 5}
@@ -191,6 +193,7 @@ def test_results_that_were_fetched_long_ago_leave_the_journal(tmp_path, monkeypa
     assert tinkering.run(tmp_path, program, durable=1) == [(3, True), (2, False)]
 
 
+@pytest.mark.slow
 def test_a_server_that_was_stopped_continues_too(tmp_path):
     said = []
 

@@ -10,6 +10,8 @@ from tests.support.runs import experiences, longer, trainer
 from tests.support.tinkering import datum
 from tests.tinker.test_service import adapter_of, logprobs
 
+pytestmark = pytest.mark.slow
+
 GROUP, LENGTH = 4, 6
 SETTINGS = {  # what a program of the client does: advantages without a scale, a sum of token losses, plain AdamW
     "loss_type": "dr_grpo",

@@ -163,6 +163,7 @@ NAMES = [
 ]
 
 
+@pytest.mark.slow
 def test_no_request_makes_the_server_fail(tmp_path):
     """Every route with bodies, paths, queries and headers that make no sense: refused or answered, and never a 5xx."""
     chance = random.Random(2)
@@ -321,6 +322,7 @@ def test_a_body_may_be_too_large(tmp_path, monkeypatch):
     assert status == 413 and "1,000" in told["detail"]
 
 
+@pytest.mark.slow
 def test_a_small_body_that_grows_when_it_is_unpacked_is_too_large(tmp_path, monkeypatch):
     monkeypatch.setattr(server_module, "MAX_BODY", 1 << 20)
     packed = gzip.compress(b" " * (32 << 20))

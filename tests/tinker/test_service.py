@@ -138,6 +138,7 @@ def test_the_hosted_loss_is_refused_with_the_flag_or_substituted(tmp_path):
     assert b"substituted:unique" in names
 
 
+@pytest.mark.slow
 def test_a_sampler_never_sees_later_weights(tmp_path):
     async def program(service, client):
         model = await client.create()
@@ -156,6 +157,7 @@ def test_a_sampler_never_sees_later_weights(tmp_path):
     assert same == again and same != other and len(before) == 3
 
 
+@pytest.mark.slow
 def test_sampled_logprobs_are_those_of_prompts_and_of_training(tmp_path):
     async def program(service, client):
         model = await client.create(rank=8)
@@ -204,6 +206,7 @@ def test_what_ends_a_sample_stays_in_it(tmp_path):
     assert by_text[0] == by_texts[0] == free[:4] and by_text[2]
 
 
+@pytest.mark.slow
 def test_end_tokens_end_a_sample_unless_there_are_none(tmp_path):
     async def program(service, client):
         sampler, found = await client.sampling(), []
@@ -231,6 +234,7 @@ def test_requests_repeat_their_samples_on_another_server_and_seeds_differ(tmp_pa
     assert tinkering.run(tmp_path, program, seed=1) != first
 
 
+@pytest.mark.slow
 def test_clients_of_other_ranks_at_once_equal_each_alone(tmp_path):
     ranks = (4, 8, 32)
 
@@ -300,6 +304,7 @@ def test_a_state_is_loaded_with_its_optimizer_or_without(tmp_path):
     assert any(not torch.equal(whole[name], fresh[name]) for name in whole)
 
 
+@pytest.mark.slow
 def test_states_outlive_the_server(tmp_path):
     async def save(service, client):
         model = await client.create()
@@ -385,6 +390,7 @@ def test_a_server_that_dies_while_it_replaces_a_state_keeps_one_of_both(tmp_path
     assert not list(tmp_path.glob("*/*/.*"))
 
 
+@pytest.mark.slow
 def test_two_servers_do_not_share_a_folder(tmp_path):
     with tinkering.service(tmp_path):
         code = "from tests.support import tinkering; tinkering.service(sys.argv[1]).__enter__()"
@@ -393,6 +399,7 @@ def test_two_servers_do_not_share_a_folder(tmp_path):
     assert done.returncode == 1 and "another server" in done.stderr
 
 
+@pytest.mark.slow
 def test_equal_prompts_that_come_one_by_one_are_computed_once(tmp_path, monkeypatch):
     monkeypatch.setattr(work, "QUIET", 0.3)  # seconds that a slow machine may take between two of them
     monkeypatch.setattr(work, "MOST_QUIET", 30.0)
@@ -470,6 +477,7 @@ def test_states_are_listed_of_runs_alone(tmp_path, run):
     tinkering.run(tmp_path / "inner", program)
 
 
+@pytest.mark.slow
 def test_a_state_that_replaces_another_is_sampled_from(tmp_path):
     async def program(service, client):
         model = await client.create()
@@ -603,6 +611,7 @@ def test_only_the_newest_unnamed_samplers_are_kept(tmp_path, monkeypatch):
     tinkering.run(tmp_path, program)
 
 
+@pytest.mark.slow
 def test_a_cancelled_sample_frees_its_place(tmp_path):
     async def program(service, client):
         sampler = await client.sampling()
@@ -633,6 +642,7 @@ def test_a_client_whose_weights_have_diverged_fails_alone(tmp_path):
     assert len(samples(sound)) == 4 and "NaN" in diverged["error"]
 
 
+@pytest.mark.slow
 def test_training_runs_between_decoding_steps(tmp_path):
     params = {"max_tokens": 240, "stop": [], "seed": 1}
 

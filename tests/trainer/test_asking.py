@@ -93,12 +93,14 @@ for name, text in (("covey.somewhere", "its own"), ("another", "of another")):
 """
 
 
+@pytest.mark.slow
 def test_own_warnings_are_shown_without_code_and_those_of_others_as_they_are():
     lines = forking.run([sys.executable, "-c", WARNS], env=environment(), timeout=120).stderr.splitlines()
     assert lines[0] == "covey: warning: its own"
     assert "UserWarning: of another" in lines[1]
 
 
+@pytest.mark.slow
 def test_what_an_earlier_run_has_left_is_one_warning(tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
     runs.trainer(tmp_path, **saving).train()

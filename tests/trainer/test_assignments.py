@@ -22,6 +22,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_no_object_assigns_an_attribute_of_another_in_a_step(tmp_path, settings):
     parts = {"eval_dataset": tiny.rows(2), "reward_funcs": runs.digits}

@@ -84,6 +84,7 @@ def test_a_damaged_file_is_named_and_another_offered(run, name, harm):
     assert name in str(said.value)
 
 
+@pytest.mark.slow
 def test_auto_takes_the_last_whole_checkpoint_and_goes_on(run, saved):
     flip(run / "checkpoint-2" / "optimizer.pt")
     with pytest.warns(UserWarning, match=r"checkpoint-2' is damaged: .*continues from '.*checkpoint-1'"):
@@ -92,6 +93,7 @@ def test_auto_takes_the_last_whole_checkpoint_and_goes_on(run, saved):
     assert same(runs.weights(resumed), saved[1])
 
 
+@pytest.mark.slow
 def test_auto_begins_where_nothing_is_saved_yet(tmp_path, saved):
     begun = resume(tmp_path, None, resume_from_checkpoint="auto", **SAVING)
     assert same(runs.weights(begun), saved[1])
@@ -259,6 +261,7 @@ def test_a_link_in_place_of_unfinished_checkpoints_is_removed(tmp_path):
     assert not any(tmp_path.glob("run/.saving")) and not any((tmp_path / "elsewhere").iterdir())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_being_deleted_looks_like_none(tmp_path, monkeypatch):
     seen = []
     remove = shutil.rmtree
@@ -279,6 +282,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", place], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_run_and_costs_nothing(small_disk, tmp_path, saved):
     filling = small_disk / "else.bin"
     filling.write_bytes(bytes(900_000))  # room for one checkpoint
@@ -302,6 +306,7 @@ class BecomesReadOnly(TrainerCallback):
             subprocess.run(["mount", "-o", "remount,bind,ro", self.folder], check=True)
 
 
+@pytest.mark.slow
 def test_a_disk_that_becomes_read_only_is_named(small_disk, tmp_path, saved):
     """Logs and records do without it; a checkpoint ends the run."""
     folder = small_disk / "run"

@@ -126,6 +126,7 @@ def silent(completions, **_):
     return [0.0] * len(completions)
 
 
+@pytest.mark.slow
 def test_demonstrations_are_learned_where_no_reward_teaches(tmp_path):
     settings = {
         "demonstrations": written(tmp_path, shows()),
@@ -173,6 +174,7 @@ def test_a_message_of_the_assistant_is_a_completion_that_ends(tmp_path):
     assert not any(text.sampled)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_learns_from_the_same_demonstrations(tmp_path):
     settings = {"demonstrations": written(tmp_path, shows(7)), "demonstrations_per_step": 2, "max_steps": 4}
     saved = {"save_strategy": "steps", "save_steps": 2}

@@ -24,6 +24,7 @@ def trainer(folder, taught_by=None, rows=None, parts=None, **changes):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error:no reward function scored")
 @pytest.mark.parametrize(
     "changes",
@@ -39,6 +40,7 @@ def test_a_policy_becomes_its_teacher_without_rewards(tmp_path, changes):
     assert not {"reward", "frac_advantage_zero", "frac_reward_zero_std"} & {*last}
 
 
+@pytest.mark.slow
 def test_a_folder_and_a_model_are_the_same_teacher(tmp_path):
     tiny.model(seed=1).save_pretrained(tmp_path / "teacher")
     tiny.tokenizer().save_pretrained(tmp_path / "teacher")
@@ -48,6 +50,7 @@ def test_a_folder_and_a_model_are_the_same_teacher(tmp_path):
     assert all(map(torch.equal, *map(runs.weights, made)))
 
 
+@pytest.mark.slow
 def test_any_trainer_learns_from_a_teacher_alone(tmp_path):
     trained = runs.trainer(tmp_path, "rloo", parts={"reward_funcs": None}, teacher="start", max_steps=2)
     trained.train()

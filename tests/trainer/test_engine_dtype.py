@@ -91,6 +91,7 @@ def test_evaluations_and_single_prompts_are_sampled_from_the_rounded_policy(tmp_
     assert isinstance(trainer.generate("1+1="), str)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"speculative_reuse": "exact"}, {"top_k": 5, "keep_sampling_mask": True}])
 def test_it_goes_with_drafts_and_masks(tmp_path, settings):
     trainer = runs.trainer(tmp_path, engine_dtype="int8", max_steps=4, **settings)
@@ -98,6 +99,7 @@ def test_it_goes_with_drafts_and_masks(tmp_path, settings):
     assert all(0 < gap < 0.3 for gap in runs.history(trainer, GAP))
 
 
+@pytest.mark.slow
 def test_it_goes_with_an_adapter(tmp_path):
     config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"])
     trainer = runs.trainer(tmp_path, parts={"peft_config": config}, engine_dtype="int8")
@@ -120,6 +122,7 @@ def test_opponents_are_not_rounded(tmp_path):
 # ---- resuming, recording, replaying ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, OFF_POLICY], ids=["on-policy", "off-policy"])
 def test_resuming_is_exact(tmp_path, settings):
     settings = {"engine_dtype": "int8", "max_steps": 4, **settings}
@@ -131,6 +134,7 @@ def test_resuming_is_exact(tmp_path, settings):
     assert runs.history(straight, GAP) == runs.history(resumed, GAP)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "later"), [({"int8": 2.0}, {"int8": 1.0}), ({"int8": 1.0}, {"int8": 2.0})])
 def test_a_resumed_run_takes_the_format_of_its_checkpoint(tmp_path, monkeypatch, first, later):
     """Whatever is measured when it is resumed, as on a machine that is busy."""
@@ -209,6 +213,7 @@ def test_log_probs_are_compared_only_of_formats_that_gain(tmp_path, monkeypatch)
     assert trainer.collector.engine.dtype is None
 
 
+@pytest.mark.slow
 def test_the_difference_is_that_between_the_rounded_engine_and_the_policy(tmp_path):
     """Without rounding the engine samples from the policy, and there is none."""
     trainer = runs.trainer(tmp_path)
@@ -252,6 +257,7 @@ def test_auto_measures_nothing_where_no_format_is_faster(tmp_path, monkeypatch):
     assert runs.trainer(tmp_path, engine_dtype="auto").collector.engine.dtype is None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fast")
 def test_a_measurement_samples_the_run_s_own_steps_and_changes_nothing(tmp_path):
     trainer = runs.trainer(tmp_path, max_concurrent_completions=6)

@@ -126,6 +126,7 @@ def test_an_argument_of_a_trainer_changes_a_part_of_it_or_says_that_it_does_not(
     assert named or differences(usual[0], made) - differences(*usual)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OUTCOMES)
 @pytest.mark.filterwarnings("ignore")
 def test_an_argument_of_a_trainer_changes_the_outcome_of_a_run(name, tmp_path):
@@ -153,6 +154,7 @@ def test_each_argument_of_a_trainer_has_a_case():
 EVENTS = sorted(name for name in dir(TrainerCallback) if name.startswith("on_"))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_each_event_of_a_callback_is_called(tmp_path, monkeypatch):
     called: set[str] = set()

@@ -82,6 +82,7 @@ def assert_continues(folder, saved, step):
     assert all(map(torch.equal, runs.weights(resumed), saved))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "ends"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
 def test_a_signal_finishes_the_step_and_saves_it(tmp_path, saved, number, ends):
     _, said, error = stopped(tmp_path, Stops(number), ends)
@@ -90,11 +91,13 @@ def test_a_signal_finishes_the_step_and_saves_it(tmp_path, saved, number, ends):
     assert_continues(tmp_path, saved, 2)
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_ends_the_step_and_saves_those_before(tmp_path, saved):
     stopped(tmp_path, Stops(2, 2, hangs=True))
     assert_continues(tmp_path, saved, 1)
 
 
+@pytest.mark.slow
 def test_a_step_that_takes_too_long_ends_at_the_deadline_and_those_before_are_saved(tmp_path, saved):
     def soon(trainer):
         trainer.stop.seconds = 0.3
@@ -125,18 +128,21 @@ class BeforeStep(Stops):
         self.send()
 
 
+@pytest.mark.slow
 def test_weights_that_are_changing_are_not_left_half_changed(tmp_path, saved):
     stops = AtUpdate(2, 2)
     stopped(tmp_path, stops, parts={"callbacks": [stops]})
     assert_continues(tmp_path, saved, 2)
 
 
+@pytest.mark.slow
 def test_a_request_between_two_steps_begins_no_further_one(tmp_path, saved):
     stops = BeforeStep(2)
     stopped(tmp_path, stops, parts={"callbacks": [stops]}, save_strategy="steps", save_steps=2)
     assert_continues(tmp_path, saved, 2)
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_cut_short_and_its_step_saved(tmp_path, saved):
     def reward(completion_ids, trainer_state, **kwargs):
         if trainer_state.global_step == 2:  # which the third step's training does not reach
@@ -149,6 +155,7 @@ def test_an_evaluation_is_cut_short_and_its_step_saved(tmp_path, saved):
     assert_continues(tmp_path, saved, 2)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_finished_after_the_deadline_and_a_second_request(tmp_path, saved):
     stops = Stops(15)
 

@@ -82,6 +82,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SCHEDULES.values(), ids=SCHEDULES)
 def test_callbacks_see_the_events_of_hugging_faces_loop(tmp_path, settings):
     theirs = of_hugging_face(tmp_path / "theirs", Noting(), **{"logging_steps": 1, **settings})
@@ -106,6 +107,7 @@ def test_flags_of_callbacks_act_as_in_hugging_faces_loop(tmp_path, stops):
     assert of_covey(tmp_path / "ours", Noting(stops), **settings) == theirs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skips", [True, False])
 def test_a_resumed_run_has_the_events_of_hugging_faces_loop(tmp_path, skips):
     settings = {"max_steps": 3, "logging_steps": 1, "save_strategy": "steps", "save_steps": 1}
@@ -130,6 +132,7 @@ def test_a_step_that_is_broken_off_leaves_no_gradient(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(before, runs.weights(trainer), strict=True))
 
 
+@pytest.mark.slow
 def test_early_stopping_ends_a_run(tmp_path):
     def never_better(completions, **kwargs):
         return [float(number % 4) for number in range(len(completions))]

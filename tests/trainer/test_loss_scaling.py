@@ -30,6 +30,7 @@ def scaled(tmp_path, monkeypatch):
     return make
 
 
+@pytest.mark.slow
 def test_the_scale_of_the_loss_is_taken_out_of_the_gradient(scaled):
     norms = []
     for trainer in (scaled(2.0**10, max_steps=1), scaled(2.0**14, max_steps=1)):
@@ -48,6 +49,7 @@ def test_an_overflow_skips_the_step_and_halves_the_scale(scaled):
     assert rates.seen == [1e-2] * 3  # the schedule waits for a step that is taken
 
 
+@pytest.mark.slow
 def test_training_begins_once_the_scale_fits(scaled):
     rates = Rates()
     trainer = scaled(2.0**22, parts={"callbacks": [rates]}, max_steps=12, lr_scheduler_type="linear")

@@ -92,6 +92,7 @@ def test_the_budget_does_not_change_the_gradient(tmp_path, expected, layout, tok
     assert_equal(ours, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 2])
 def test_out_of_memory_in_a_forward_pass_changes_no_gradient(tmp_path, expected, number):
     trainer, ours = gradients_of_one_step(
@@ -125,6 +126,7 @@ def test_out_of_memory_in_a_backward_pass_leaves_no_trace(tmp_path, expected, la
     assert_equal(ours, expected)
 
 
+@pytest.mark.slow
 def test_metrics_count_a_repeated_micro_batch_once(tmp_path):
     plain, _ = gradients_of_one_step(tmp_path / "a", entropy_coef=0.1)
     failed, _ = gradients_of_one_step(tmp_path / "b", lambda t: failing(t, lambda n, b: n == 1), entropy_coef=0.1)
@@ -132,6 +134,7 @@ def test_metrics_count_a_repeated_micro_batch_once(tmp_path):
         assert runs.history(failed, name) == pytest.approx(runs.history(plain, name), abs=1e-6), name
 
 
+@pytest.mark.slow
 def test_scoring_survives_too(tmp_path):
     def prepare(trainer):
         score = trainer.updates.runner.score
@@ -262,6 +265,7 @@ def test_the_micro_batches_of_a_step_are_counted_over_its_rollout_batches(tmp_pa
     assert sum(runs.history(trainer, "micro_batches/count")) == len(calls) >= 4
 
 
+@pytest.mark.slow
 def test_it_is_said_once_with_the_setting_to_use(tmp_path):
     trainer = runs.trainer(tmp_path)
     failing(trainer, lambda n, batch: n in (1, 3) and len(batch.lengths) > 1)

@@ -82,6 +82,7 @@ def test_weights_are_bit_for_bit_those_of_layers_that_recompute(tmp_path, name, 
             assert torch.equal(ours, theirs)
 
 
+@pytest.mark.slow
 def test_the_tokens_of_a_micro_batch_decide(tmp_path):
     """Groups of 4 completions of 6 tokens each, with prompts of 4: passes of 28 tokens, or of 16 with two of them."""
     room = ActivationRoom(size=28 * 3, recomputed=1, layer=2, layers=LAYERS)
@@ -97,6 +98,7 @@ def test_the_default_keeps_all_where_there_is_room(tmp_path):
     assert runs.trainer(tmp_path, **asked).updates.runner.activations is None
 
 
+@pytest.mark.slow
 def test_padded_rows_recompute_all_layers(tmp_path):
     _, recomputed = trained(tmp_path, "dense", room_for(LAYERS), attn_layout="padded")
     assert recomputed and all(one == list(range(LAYERS)) for one in recomputed)

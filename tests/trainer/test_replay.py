@@ -50,6 +50,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_replay_ends_with_the_same_weights(case, tmp_path):
     changes = {"max_steps": 3, **CASES[case]}

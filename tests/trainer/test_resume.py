@@ -99,6 +99,7 @@ def test_resuming_is_exact(tmp_path, method, variant):
     assert_alike(straight, resumed)
 
 
+@pytest.mark.slow
 def test_saving_a_checkpoint_changes_nothing(tmp_path):
     settings = {"max_steps": 5, **VARIANTS["in the middle of a refilled rollout batch"]}
     made = []
@@ -115,6 +116,7 @@ def assert_alike(one, other):
         assert runs.history(one, name) == runs.history(other, name)
 
 
+@pytest.mark.slow
 def test_checkpoints_appear_whole_or_not_at_all(tmp_path):
     trained = runs.trainer(tmp_path, save_strategy="steps", save_steps=1, max_steps=3, save_total_limit=2)
     write = trained.checkpoints.before_saving
@@ -134,6 +136,7 @@ def test_checkpoints_appear_whole_or_not_at_all(tmp_path):
     assert ".saving" not in os.listdir(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_found_and_loaded(tmp_path):
     from tests.support import tiny
 
@@ -207,6 +210,7 @@ def test_resuming_without_the_buffer_says_what_is_missing(tmp_path):
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
 
 
+@pytest.mark.slow
 def test_a_clock_that_was_set_back_costs_no_checkpoint(tmp_path):
     cycle = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
     runs.trainer(tmp_path, **cycle, max_steps=2).train()
@@ -228,6 +232,7 @@ def test_the_checkpoints_of_the_earliest_steps_are_superfluous(tmp_path, limit, 
     assert [int(path.name[11:]) for path in found] == deleted
 
 
+@pytest.mark.slow
 def test_checkpoints_of_an_earlier_run_are_left_alone(tmp_path, capsys):
     """Those of steps 2 and 9; this run replaces its own step 2."""
     cycle = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
@@ -288,6 +293,7 @@ PENALISED = {"beta": 0.1, "save_strategy": "steps", "save_steps": 1}
 FOLLOWS = {"sync_ref_model": True, "ref_model_sync_steps": 1}
 
 
+@pytest.mark.slow
 def test_another_reference_model_is_refused(tmp_path):
     runs.trainer(tmp_path, **PENALISED, max_steps=1).train()
     for settings in ({}, FOLLOWS):  # it would follow from there
@@ -297,6 +303,7 @@ def test_another_reference_model_is_refused(tmp_path):
     runs.trainer(tmp_path, parts={"model": tiny.model(seed=1)}, max_steps=2).train(resume_from_checkpoint=True)
 
 
+@pytest.mark.slow
 def test_a_reference_that_has_followed_is_the_checkpoints(tmp_path):
     """Also after a resume that has it follow no more, and whatever model is given."""
     runs.trainer(tmp_path, **PENALISED, **FOLLOWS, max_steps=1).train()
@@ -357,6 +364,7 @@ def test_other_settings_of_an_adapter_are_refused_by_name(saved_adapter, tmp_pat
         resumed.train(resume_from_checkpoint=saved_adapter)
 
 
+@pytest.mark.slow
 def test_settings_of_an_adapter_that_may_change_are_listed(tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 1}
     ranks = {"rank_pattern": {"v_proj": 2, "q_proj": 4}}  # PEFT writes the names sorted
@@ -408,6 +416,7 @@ class Moody:
         return runs.longer(completion_ids)
 
 
+@pytest.mark.slow
 def test_failed_rewards_are_counted_on(tmp_path):
     """Sums over the logs of a run, of which a checkpoint lies in the middle."""
     settings = {"parts": {"reward_funcs": Moody()}, "logging_steps": 3, "max_steps": 6}
@@ -433,6 +442,7 @@ def test_an_outage_of_a_reward_ends_no_resumed_run_sooner(tmp_path, outage, chec
     assert found == [5 if len(outage) == 2 else 3] * 2
 
 
+@pytest.mark.slow
 def test_new_steps_of_logs_and_checkpoints_take_effect(tmp_path):
     runs.trainer(tmp_path, save_strategy="steps", save_steps=2, max_steps=2).train()
     resumed = runs.trainer(tmp_path, save_strategy="steps", save_steps=1, logging_steps=2, max_steps=4)
@@ -490,6 +500,7 @@ def test_a_changed_schedule_does_as_is_said(tmp_path, began_with, began, goes_on
     assert (says is None) == (not heard) and (says is None or re.search(says, heard[0])), heard
 
 
+@pytest.mark.slow
 def test_more_steps_after_the_end_of_a_schedule_are_all_trained(tmp_path):
     usual = {"lr_scheduler_type": "linear", "save_strategy": "steps", "save_steps": 2}
     runs.trainer(tmp_path, max_steps=2, **usual).train()
@@ -505,6 +516,7 @@ def test_a_schedule_whose_state_is_another_is_refused(tmp_path):
         runs.trainer(tmp_path, max_steps=2, lr_scheduler_type="linear").train(resume_from_checkpoint=True)
 
 
+@pytest.mark.slow
 def test_another_optimizer_is_refused_before_training(tmp_path):
     """AdamW's state has no momentum for SGD; a fused AdamW has the same state."""
     runs.trainer(tmp_path, save_strategy="steps", save_steps=1, max_steps=1, optim="adamw_torch").train()
@@ -518,6 +530,7 @@ def test_another_optimizer_is_refused_before_training(tmp_path):
     assert resumed.state.global_step == 2
 
 
+@pytest.mark.slow
 def test_what_is_said_to_have_no_effect_has_none(saved, tmp_path):
     resumed = runs.trainer(
         tmp_path, max_steps=2, learning_rate=1e-5, weight_decay=0.5, adam_beta1=0.1, adam_epsilon=0.1
@@ -527,6 +540,7 @@ def test_what_is_said_to_have_no_effect_has_none(saved, tmp_path):
     assert (group["lr"], group["weight_decay"], group["betas"][0], group["eps"]) == (0.01, 0.0, 0.9, 1e-8)
 
 
+@pytest.mark.slow
 def test_arguments_of_the_optimizer_stay_those_of_the_checkpoint(tmp_path):
     settings = {"optim": "sgd", "save_strategy": "steps", "save_steps": 1}
     runs.trainer(tmp_path, max_steps=1, optim_args="momentum=0.5", **settings).train()
@@ -536,6 +550,7 @@ def test_arguments_of_the_optimizer_stay_those_of_the_checkpoint(tmp_path):
     assert resumed.optimizer.param_groups[0]["momentum"] == 0.5
 
 
+@pytest.mark.slow
 def test_a_resumed_run_reports_its_own_steps(tmp_path, capsys, monkeypatch):
     runs.trainer(tmp_path, save_strategy="steps", save_steps=2, max_steps=2).train()
     assert "trained 2 steps in" in capsys.readouterr().out

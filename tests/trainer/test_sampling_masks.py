@@ -51,6 +51,7 @@ def test_options_find_the_distribution_that_was_sampled_from(tmp_path, settings)
     assert all(torch.isfinite(weight).all() for weight in runs.weights(trainer))
 
 
+@pytest.mark.slow
 def test_entropies_are_over_the_kept_tokens(tmp_path):
     # With top_k=2 no entropy exceeds that of two equal chances, measured while sampling and while training alike.
     for number, entropy_coef in enumerate((0.0, 0.01)):
@@ -58,6 +59,7 @@ def test_entropies_are_over_the_kept_tokens(tmp_path):
         assert 0 < max(runs.history(trainer, "entropy")) <= torch.tensor(2.0).log() + 1e-6
 
 
+@pytest.mark.slow
 @QUIET
 def test_the_reference_is_over_the_kept_tokens(tmp_path):
     # With top_k=1 policy and reference are certain of what comes, so the penalty is 0 whatever their weights.
@@ -65,6 +67,7 @@ def test_the_reference_is_over_the_kept_tokens(tmp_path):
     assert runs.history(trainer, "kl") == [0.0] * 3
 
 
+@pytest.mark.slow
 def test_drafts_have_the_masks_of_the_policy_that_verified_them(tmp_path):
     settings = {**FILTERS, "repetition_penalty": 1.0, "speculative_reuse": "exact", "learning_rate": 1e-3}
     trainer = trained(tmp_path, max_steps=8, max_completion_length=12, **settings)
@@ -72,6 +75,7 @@ def test_drafts_have_the_masks_of_the_policy_that_verified_them(tmp_path):
     assert max(runs.history(trainer, DIFFERENCE)) < 1e-5
 
 
+@pytest.mark.slow
 @QUIET
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_masks_of_another_engine_count(tmp_path, staleness):
@@ -83,6 +87,7 @@ def test_masks_of_another_engine_count(tmp_path, staleness):
     assert max(runs.history(trainer, DIFFERENCE)) < 1e-5
 
 
+@pytest.mark.slow
 def test_resuming_in_the_middle_of_a_rollout_batch_is_exact(tmp_path):
     settings = {**FILTERS, "steps_per_generation": 2, "gradient_accumulation_steps": 1, "max_steps": 4}
     straight = trained(tmp_path / "a", save_strategy="steps", save_steps=1, **settings)

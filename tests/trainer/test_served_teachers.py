@@ -39,6 +39,7 @@ def folder(tmp_path_factory):
     return str(home)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("loss", ["advantage", "divergence"])
 def test_a_server_gives_the_gap_of_a_teacher_in_this_process(tmp_path, server, folder, loss, temperature):
@@ -66,6 +67,7 @@ def test_sglang_gives_the_same(tmp_path, folder):
     assert batch.named_ids.shape == (batch.num_tokens, 4)
 
 
+@pytest.mark.slow
 def test_the_forward_kl_is_the_same_as_in_this_process(tmp_path, server, folder):
     settings = {"teacher_loss": "divergence", "teacher_top_k": 4, "teacher_beta": 0.0}
     served, (batch,) = trained(tmp_path / "served", teacher=server.url, **settings)
@@ -92,6 +94,7 @@ def test_the_sampled_token_joins_those_that_a_server_names(tmp_path, server, bet
     assert runs.history(trainer, "teacher/loss")[0] > 0
 
 
+@pytest.mark.slow
 def test_servers_and_models_of_this_process_by_column(tmp_path, server, folder):
     """Each row by its own; rows without a name have none and are in no count."""
     names = ["served", "within", "start", None]
@@ -137,11 +140,13 @@ def test_rollouts_that_are_longer_than_the_servers_context_have_no_teacher(tmp_p
     assert batch.teacher_logprobs.isnan().any() and batch.teacher_logprobs.isfinite().any()
 
 
+@pytest.mark.slow
 def test_evaluations_ask_the_server(tmp_path, server):
     trainer, _ = trained(tmp_path, teacher=server.url, parts={"eval_dataset": tiny.rows(4)})
     assert trainer.evaluate()["eval_teacher/kl"] > 0
 
 
+@pytest.mark.slow
 def test_a_distillation_trainer_takes_a_url(tmp_path, server):
     args = DistillationConfig(
         str(tmp_path), **{**runs.DEFAULTS, "num_generations": 1, "teacher_top_k": 20, "max_steps": 1}
@@ -200,6 +205,7 @@ def test_probe_tokens_cover_special_ones():
 # ---- faults ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_and_comes_back_changes_nothing(tmp_path, server):
     """The run waits, and has the weights of an undisturbed one."""
     settings = {"teacher": server.url, "teacher_loss": "divergence", "teacher_server_timeout": 60.0}
@@ -254,6 +260,7 @@ def test_a_log_prob_that_is_infinite_is_left_out_of_sum_and_count(tmp_path, serv
     assert runs.history(trainer, "teacher/not_finite") == pytest.approx([1 / batch.num_tokens])
 
 
+@pytest.mark.slow
 def test_a_resumed_run_notices_another_model(tmp_path, server):
     settings = {"teacher": server.url, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
     trainer = runs.trainer(tmp_path, **{**settings, "max_steps": 1})

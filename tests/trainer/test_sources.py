@@ -46,6 +46,7 @@ def recorded(folder):
     return [read_rows(path) for path in sorted(Path(folder, "record").glob("generation_*.parquet"))]
 
 
+@pytest.mark.slow
 def test_every_rollout_batch_has_exactly_its_shares(tmp_path):
     parts = {"train_dataset": three(9, 4, 2), "sources": THREE}
     run = runs.trainer(tmp_path, parts=parts, max_steps=4, **EIGHT)
@@ -93,6 +94,7 @@ def test_functions_score_rows_of_their_own_sources(tmp_path, stream):
         assert runs.history(run, f"source/{name}/reward")[0] == pytest.approx(weight * lengths[name])
 
 
+@pytest.mark.slow
 def test_a_run_continues_in_the_middle_of_epochs(tmp_path):
     """Killed after three batches: in the first epoch of one source, the second and the fourth of the others."""
     sources = {
@@ -129,6 +131,7 @@ def resumed_with(tmp_path, sources=None, data=None, **settings):
     return made, [str(one.message) for one in caught]
 
 
+@pytest.mark.slow
 def test_weights_samplers_and_gates_may_change_and_are_named(tmp_path):
     changed = {**THREE, "code": {"weight": 4, "sampler": "difficulty", "gates": {"signal": True}}}
     _, said = resumed_with(tmp_path, changed)
@@ -258,6 +261,7 @@ def walks(name):
     return Walk
 
 
+@pytest.mark.slow
 def test_environments_by_source_are_those_of_a_column(tmp_path):
     """Unshuffled, the rows of both runs come in the same order."""
     near, far = ([{"prompt": [{"role": "user", "content": f"{n}"}]} for n in range(4)] for _ in range(2))
@@ -333,6 +337,7 @@ def test_splits_and_columns_are_no_sources(tmp_path):
 # ---- replay and doctor -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_record_is_replayed_to_the_same_weights(tmp_path):
     sources = {**THREE, "code": {"weight": 2, "scale_rewards": "batch", "average": "own"}}
     parts = {"train_dataset": three(9, 4, 2), "sources": sources}
@@ -402,6 +407,7 @@ def test_seats_of_a_source_are_checked_by_its_own_comparison(tmp_path, own, code
     assert run.state.global_step == 0
 
 
+@pytest.mark.slow
 def test_running_means_are_of_the_sources_that_are_compared_with_them(tmp_path):
     """Each of 2 batches has 2 rollouts of a role in "a", compared with means, and 2 in "b", compared by role."""
     run = games(tmp_path, {"compare": "role"}, compare="role_average", scale_rewards="none", max_steps=2)
@@ -479,6 +485,7 @@ def test_credit_in_groups_of_two_sizes_is_exactly_that_of_each_alone(settings):
     assert not credit[4:8].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "bnpo"])
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_source_of_smaller_groups_alone_trains_as_a_run_of_that_size(tmp_path, loss_type, steps):
@@ -498,6 +505,7 @@ def test_a_source_of_smaller_groups_alone_trains_as_a_run_of_that_size(tmp_path,
         assert runs.history(padded, name) == runs.history(plain, name), name
 
 
+@pytest.mark.slow
 def test_a_run_with_unequal_groups_continues(tmp_path):
     straight = unequal(tmp_path, "straight", max_steps=4)
     straight.train()

@@ -49,6 +49,7 @@ def epochs(rollout_batches):
     ]
 
 
+@pytest.mark.slow
 def test_a_policy_that_hardly_changes_reuses_nearly_everything(tmp_path):
     trained, rollout_batches = watched(tmp_path, learning_rate=1e-9)
     trained.train()
@@ -101,6 +102,7 @@ def test_resuming_with_drafts_is_exact(tmp_path, kind):
     assert runs.history(straight, SHARE)[-1] > 0
 
 
+@pytest.mark.slow
 def test_reuse_can_be_switched_on_and_off_at_a_checkpoint(tmp_path):
     for before, after in (("exact", None), (None, "exact")):
         folder = tmp_path / str(before)
@@ -128,6 +130,7 @@ def test_evaluation_samples_afresh(tmp_path):
     assert all(torch.equal(kept[name], again[name]) for name in kept), "nothing of it is kept"
 
 
+@pytest.mark.slow
 def test_a_stream_in_the_same_order_finds_its_drafts(tmp_path):
     from datasets import Dataset
 

@@ -30,6 +30,7 @@ async def agrees(completion_ids, log_extra, **kwargs):
     return [None if len(ids) % 2 else 1.0 for ids in completion_ids]
 
 
+@pytest.mark.slow
 def test_a_run_is_the_same_with_and_without_streaming(tmp_path):
     whole, parts = once(tmp_path / "whole"), once(tmp_path / "parts", stream_rewards=True)
     assert all(torch.equal(a, b) for a, b in zip(runs.weights(whole), runs.weights(parts), strict=True))
@@ -89,6 +90,7 @@ def test_the_first_group_is_scored_while_the_second_is_sampled(tmp_path, kind):
     assert calls == [4, 4]
 
 
+@pytest.mark.slow
 def test_a_run_is_the_same_with_and_without_marks(tmp_path):
     def of_length(completion_ids, log_extra, **kwargs):
         log_extra("tokens", [len(ids) for ids in completion_ids])
@@ -140,6 +142,7 @@ def test_a_rollout_is_scored_while_its_siblings_go_on(tmp_path, kind):
     assert runs.history(trained, "rollouts/failed") == [0.0]
 
 
+@pytest.mark.slow
 def test_log_and_timeline_show_what_was_scored_during_sampling(tmp_path):
     @per_completion
     async def judge(completions, **kwargs):

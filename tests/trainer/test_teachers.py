@@ -75,6 +75,7 @@ def test_the_start_equals_the_policy_at_first_and_then_not(tmp_path):
     assert gaps[0] == pytest.approx(0.0, abs=1e-6) and gaps[-1] > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_follower_is_the_policy_of_some_steps_ago(tmp_path, lora):
     parts = {"peft_config": LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)} if lora else {}
@@ -129,6 +130,7 @@ def test_the_policy_reads_the_teachers_prompt(tmp_path):
     assert torch.equal(batch.term_tokens["teacher"], has.float())
 
 
+@pytest.mark.slow
 def test_rows_choose_among_several_teachers(tmp_path, folders):
     names = ["one", "two", None, ""]
     rows = [{**row, "who": names[number % 4]} for number, row in enumerate(tiny.rows())]
@@ -184,6 +186,7 @@ def test_named_tokens_of_rows_without_a_teacher_are_none(tmp_path):
     assert runs.history(trainer, "teacher/loss")[0] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("lora", [False, True])
 def test_the_whole_vocabulary_is_all_tokens_but_one_by_name_and_the_rest(tmp_path, folders, beta, lora):
@@ -260,6 +263,7 @@ def test_evaluations_compare_the_whole_vocabulary(tmp_path, folders):
     assert trainer.evaluate()["eval_teacher/loss"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_named_tokens_move_the_policy_towards_the_teacher(tmp_path, folders, beta):
     settings = {"teacher_loss": "divergence", "teacher_top_k": 16, "teacher_beta": beta, "max_steps": 10}
@@ -270,6 +274,7 @@ def test_named_tokens_move_the_policy_towards_the_teacher(tmp_path, folders, bet
     assert sum(values[-3:]) < 0.7 * sum(values[:3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["advantage", "divergence"])
 def test_a_teacher_moves_the_policy_towards_itself(tmp_path, folders, loss):
     """Without any signal of the rewards."""
@@ -310,6 +315,7 @@ def test_a_teacher_is_restricted_as_the_policy_was(tmp_path, folders):
             position += 1
 
 
+@pytest.mark.slow
 def test_evaluations_measure_the_teacher(tmp_path, folders):
     trainer, _ = trained(tmp_path, teacher=str(folders / "one"), parts={"eval_dataset": tiny.rows(4)})
     assert trainer.evaluate()["eval_teacher/kl"] > 0
@@ -361,6 +367,7 @@ def teacher_of(trainer, name=""):
         return model
 
 
+@pytest.mark.slow
 def test_an_adapter_on_the_policys_base_shares_it(tmp_path, stored):
     """The base is in memory once, and what the policy learns does not reach the teacher."""
     parts = {"model": str(stored / "base"), "peft_config": LoraConfig(**LORA)}
@@ -381,6 +388,7 @@ def test_an_adapter_on_the_policys_base_shares_it(tmp_path, stored):
     assert not any("teacher" in str(path) for path in (tmp_path / "saved").rglob("*"))
 
 
+@pytest.mark.slow
 def test_adapters_that_do_not_share_the_policys_base_share_one(tmp_path, stored):
     """The policy trains all of its weights, so that they cannot be the teachers'."""
     given = {name: str(stored / name) for name in ("one", "two")}
@@ -437,6 +445,7 @@ def as_object(stored, dtype=torch.float32):
 PISSA = LoraConfig(**LORA, init_lora_weights="pissa")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parts, shares",
     [
@@ -561,6 +570,7 @@ def test_the_teachers_term_is_averaged_within_a_source_of_its_own_average(tmp_pa
         assert weights[in_sums & (tokens > 0)].tolist() == pytest.approx([sums / counts[0]] * counts[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rewarded", [False, True])
 def test_sources_with_a_teacher_need_no_rewards(tmp_path, folders, rewarded):
     """All of them, or one next to a source that is rewarded."""
@@ -719,6 +729,7 @@ def test_a_row_that_names_no_teacher_there_is(tmp_path):
     assert codes(tmp_path, rows, teacher={"math": "start"}) == {"teacher-name"}
 
 
+@pytest.mark.slow
 def test_a_run_in_which_no_rollout_has_a_teacher(tmp_path):
     rows = [{**row, "hint": None} for row in tiny.rows()]
     given = {"teacher": "policy", "teacher_prompt": "hint"}

@@ -40,6 +40,7 @@ METRICS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "changes"),
     [
@@ -129,6 +130,7 @@ def test_a_reward_without_variance_changes_nothing(tmp_path):
     assert runs.history(trained, "loss") == [0.0, 0.0]
 
 
+@pytest.mark.slow
 def test_a_step_over_two_rollout_batches_divides_by_its_shares(tmp_path, monkeypatch):
     # Three micro-batches a rollout batch, two a step: the second step takes one micro-batch of each of
     # two rollout batches, and dapo divides by a third of the one's tokens and a third of the other's.
@@ -288,6 +290,7 @@ def test_rows_may_be_transformed_as_they_are_read(tmp_path):
     assert len(seen) == 8 and all(prompt.endswith("=?") and size == 7 for prompt, size in seen)
 
 
+@pytest.mark.slow
 def test_iterable_datasets_are_trained_and_evaluated_on(tmp_path):
     from datasets import Dataset
 
@@ -362,6 +365,7 @@ def test_options_run(tmp_path, options):
     assert all(torch.isfinite(w).all() for w in runs.weights(trained))
 
 
+@pytest.mark.slow
 def test_the_entropy_bonus_raises_the_entropy(tmp_path):
     ends = []
     for coef in (0.0, 1.0):
@@ -385,6 +389,7 @@ def test_truncated_completions_can_be_left_out(tmp_path):
         assert not any(changed)
 
 
+@pytest.mark.slow
 def test_an_epoch_goes_through_every_prompt(tmp_path):
     seen = []
 
@@ -424,6 +429,7 @@ def test_the_rollout_batches_of_a_step_have_one_entropy_threshold(tmp_path):
     assert len(thresholds) > 1 and len(set(thresholds)) == 1 and None not in thresholds
 
 
+@pytest.mark.slow
 def test_evaluations_of_the_same_weights_agree(tmp_path):
     trained = runs.trainer(tmp_path, parts={"eval_dataset": tiny.rows(4)}, per_device_eval_batch_size=4)
     first, second = trained.evaluate(), trained.evaluate()
@@ -431,6 +437,7 @@ def test_evaluations_of_the_same_weights_agree(tmp_path):
     assert trained.predict(tiny.rows(4)).metrics["test_reward"] == first["eval_reward"]
 
 
+@pytest.mark.slow
 def test_an_engine_that_samples_from_another_policy_is_detected(tmp_path):
     trained = runs.trainer(tmp_path)
     other = tiny.model(seed=1)
@@ -465,6 +472,7 @@ def test_the_logged_loss_is_the_formulas(tmp_path, loss_type, rollout_batches):
     assert runs.history(trained, "loss")[0] == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_continuous_batching_means_the_built_in_engine(tmp_path):
     with pytest.warns(UserWarning, match="batches continuously itself"):
         asked = runs.trainer(tmp_path / "asked", use_transformers_continuous_batching=True, speculative_reuse="exact")
@@ -499,6 +507,7 @@ class Unmeasured(CopyEngine):
         return [replace(completion, entropies=None) for completion in await super().generate(request)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unreported", [0, 1])
 def test_the_entropy_of_a_step_is_that_of_all_its_rollout_batches(tmp_path, unreported):
     """Two rollout batches in a step, one of them without entropies of the engine: each token counts once."""

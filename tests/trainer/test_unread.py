@@ -202,6 +202,7 @@ def test_an_evaluation_that_is_not_asked_for_is_not_checked(tmp_path):
         made.evaluate()
 
 
+@pytest.mark.slow
 def test_another_seed_of_the_data_is_another_order_of_prompts(tmp_path):
     def order(**settings):
         seen = []
@@ -243,6 +244,7 @@ def state_of(model):
     return model.training, recomputed, hooks, trained, model.config.use_cache
 
 
+@pytest.mark.slow
 def test_weights_that_rounding_keeps_are_logged_and_pointed_out(tmp_path):
     def held():
         return {"model": tiny.model().to(torch.bfloat16)}
@@ -259,6 +261,7 @@ def test_weights_that_rounding_keeps_are_logged_and_pointed_out(tmp_path):
     assert all(share < 0.1 for share in runs.history(run, "updates/weights_moved"))
 
 
+@pytest.mark.slow
 def test_weights_that_are_rounded_by_chance_are_not_pointed_out(tmp_path):
     settings = {"optim": "adamw_stochastic", "learning_rate": 1e-6, "max_steps": 6}
     run, messages = said(lambda: runs.trainer(tmp_path, parts={"model": tiny.model().to(torch.bfloat16)}, **settings))
@@ -297,6 +300,7 @@ def test_weights_in_float32_are_not_watched(tmp_path):
     assert not [one for one in run.callback_handler.callbacks if isinstance(one, MovedWeights)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["default", "mine"])
 def test_the_best_adapter_is_loaded_whatever_its_name(name, tmp_path):
     setting = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")

@@ -16,6 +16,7 @@ from tests.support import tiny
 from tests.support.studies import study
 
 
+@pytest.mark.slow
 def test_equal_variants_are_seldom_called_different():
     import random
 
@@ -81,6 +82,7 @@ def test_settings_of_the_study_itself_cause_no_warning(tmp_path, recwarn):
     assert {variant.name for variant in made.variants.values()} == {"a", "b"}
 
 
+@pytest.mark.slow
 def test_settings_of_all_need_not_make_a_run_by_themselves(tmp_path):
     """A batch of 4 cannot be cut into groups of 8, which no variant has."""
     common = {"num_generations": 8, "gradient_accumulation_steps": 1, "max_steps": 1}

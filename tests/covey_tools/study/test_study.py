@@ -27,6 +27,7 @@ THREE = {
 }
 
 
+@pytest.mark.slow
 def test_variants_are_their_solo_runs(tmp_path):
     study(tmp_path, THREE, max_steps=2).train()
     from peft import LoraConfig
@@ -46,6 +47,7 @@ def test_variants_are_their_solo_runs(tmp_path):
         assert completions(tmp_path / name) == completions(tmp_path / f"alone-{name}")
 
 
+@pytest.mark.slow
 def test_variants_are_sampled_from_one_rounded_model_and_corrected(tmp_path):
     from peft import LoraConfig
 
@@ -254,6 +256,7 @@ def test_settings_that_a_study_cannot_have_are_named(tmp_path, changes, message)
         study(tmp_path, {"a": changes})
 
 
+@pytest.mark.slow
 def test_commands_that_cannot_be_carried_out_end_nothing(tmp_path):
     made = study(tmp_path, {"a": {}, "b": {}}, max_steps=2)
 
@@ -282,6 +285,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.slow
 def test_a_wrong_setting_is_refused_where_it_is_given(tmp_path):
     made = study(tmp_path, {"a": {}, "b": {"temperature": 0.5}}, max_steps=2)
     tried = []
@@ -324,6 +328,7 @@ def test_commands_on_what_is_queued_are_known(tmp_path):
     assert ended["c"].changes == {"learning_rate": 1e-3, "temperature": 0.5} and ended["c"].step == 3
 
 
+@pytest.mark.slow
 def test_a_study_that_has_ended_takes_no_command(tmp_path):
     study(tmp_path, {"a": {}}, max_steps=1).train()
     for kind in ("stop", "resume", "clone"):
@@ -381,6 +386,7 @@ def test_the_folder_of_another_study_is_refused(ended, variants, base, resume, m
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_a_further_setting_is_that_of_another_study(tmp_path, monkeypatch):
     study(tmp_path, SAME, max_steps=1).train()
     for name, value in {"temperature": 1.0, "log_completions": True}.items():  # the default, and what is shown
@@ -436,6 +442,7 @@ def test_a_command_acts_once_where_variants_take_turns(tmp_path, monkeypatch):
     assert list(resumed.train(resume=True)) == ["a", "b", "a-2"]
 
 
+@pytest.mark.slow
 def test_new_variants_begin_when_a_study_goes_on(tmp_path):
     study(tmp_path, {"a": {}}, max_steps=1).train()
     with pytest.warns(UserWarning, match=r"'learning_rate': 1.0\} has no effect. Use `change`"):
@@ -443,6 +450,7 @@ def test_new_variants_begin_when_a_study_goes_on(tmp_path):
     assert {name: (one.step, one.changes) for name, one in ended.items()} == {"a": (1, {}), "new": (1, {})}
 
 
+@pytest.mark.slow
 def test_all_commands_of_a_round_are_carried_out_in_order(tmp_path):
     made = study(tmp_path, {"a": {}, "b": {}}, max_steps=2)
 
@@ -468,6 +476,7 @@ def test_names_that_cannot_be_folders_are_refused(name):
         check_name(name)
 
 
+@pytest.mark.slow
 def test_a_stopped_variant_stays_so_if_its_change_fails(tmp_path):
     made = study(tmp_path, {"a": {}, "b": {}, "c": {}}, max_steps=4)
 
@@ -485,6 +494,7 @@ def test_a_stopped_variant_stays_so_if_its_change_fails(tmp_path):
     assert [(one.status, one.step) for one in ended.values()] == [("stopped", 1), ("stopped", 1), ("finished", 4)]
 
 
+@pytest.mark.slow
 def test_a_fresh_clone_may_have_another_optimizer(tmp_path):
     made = study(tmp_path, {"a": {}}, max_steps=2)
     made.halving = lambda study: study.clone("a", "b", fresh=True, optim="sgd") or [] if study.round == 1 else []
@@ -498,6 +508,7 @@ def test_a_reward_that_is_not_named_is_refused_at_the_call(tmp_path):
         made.change("a", reward_funcs=runs.longer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["stop", "change"])
 def test_a_whole_model_obeys_as_its_turn_comes(tmp_path, kind):
     made = study(tmp_path, {"whole": {"peft": None}}, max_steps=2)
@@ -584,11 +595,13 @@ def test_whole_models_are_trained_after_the_others(tmp_path):
         assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
+@pytest.mark.slow
 def test_a_scale_that_overflows_ends_its_variant_alone(tmp_path):
     ended = study(tmp_path, {"good": {}, "bad": {"peft": {"lora_alpha": 1e40}}}, max_steps=2).train()
     assert [(one.status, one.step) for one in ended.values()] == [("finished", 2), ("failed", 0)]
 
 
+@pytest.mark.slow
 def test_a_variant_that_cannot_resume_stays_stopped(tmp_path):
     made = study(tmp_path, {"a": {}, "b": {}}, max_steps=3)
 

@@ -25,6 +25,7 @@ def rows_of(folder):
     return [row for path in files(folder / FOLDER) for row in read_rows(path)]
 
 
+@pytest.mark.slow
 def test_variants_play_each_other_and_each_is_trained_on_its_own_seat(tmp_path):
     done = met(tmp_path, max_steps=2).train()
     assert [one.status for one in done.values()] == ["finished", "finished"]
@@ -38,6 +39,7 @@ def test_variants_play_each_other_and_each_is_trained_on_its_own_seat(tmp_path):
     assert heard and len({row["reward/points"] for row in white}) > 1
 
 
+@pytest.mark.slow
 def test_each_is_the_run_in_which_the_other_repeats_its_recorded_moves(tmp_path):
     """Bit for bit: the partner's learning is no part of one's own but through what it says."""
     met(tmp_path / "both", max_steps=3).train()
@@ -55,6 +57,7 @@ def test_each_is_the_run_in_which_the_other_repeats_its_recorded_moves(tmp_path)
         assert ids[0] == ids[1]
 
 
+@pytest.mark.slow
 def test_players_do_not_draw_the_same_numbers(tmp_path):
     """Equal policies with equal prompts: with one seed for both, they would say the same."""
 
@@ -90,6 +93,7 @@ class Takes:
         return {"first": 1.0, "second": -1.0}
 
 
+@pytest.mark.slow
 def test_a_class_of_games_is_played_by_two_variants(tmp_path):
     rows = {"train_dataset": tiny.rows(8, conversational=True), "reward_funcs": None}
     made = met(tmp_path, {"white": {}, "black": {}}, game=Takes, place="environment_factory", max_steps=1, **rows)
@@ -100,6 +104,7 @@ def test_a_class_of_games_is_played_by_two_variants(tmp_path):
     assert sorted({row["game"] for row in rows}) == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_evaluations_may_be_against_fixed_opponents(tmp_path):
     rows = tiny.rows(8, conversational=True)
     heard = []
@@ -118,6 +123,7 @@ def test_evaluations_may_be_against_fixed_opponents(tmp_path):
     assert 4 <= len(heard) <= 8  # four games of each, of which those of white may end before the second move
 
 
+@pytest.mark.slow
 def test_teams_of_unequal_size_meet(tmp_path):
     """One proposes, and another solves twice: 2 games of each prompt for both."""
 
@@ -135,6 +141,7 @@ def test_teams_of_unequal_size_meet(tmp_path):
     assert [row["game"] for row in rows_of(tmp_path / "b")[:8]] == [0, 0, 1, 1, 0, 0, 1, 1]
 
 
+@pytest.mark.slow
 def test_a_game_that_fails_fails_for_both(tmp_path):
     async def play(row, players):
         if players["first"].sibling == 1:
@@ -163,6 +170,7 @@ def test_games_do_not_wait_for_a_variant_whose_sampling_has_failed():
     assert not table._meeting(first, (1,)).played.done()
 
 
+@pytest.mark.slow
 def test_a_partner_that_ends_ends_the_others_with_its_reason(tmp_path):
     from transformers import TrainerCallback
 
@@ -225,6 +233,7 @@ def test_a_change_that_parts_the_players_is_refused(tmp_path):
     made.change("white", learning_rate=1e-4)
 
 
+@pytest.mark.slow
 def test_a_seed_of_its_own_is_possible_with_the_order_of_prompts_in_common(tmp_path):
     met(tmp_path, {"white": {}, "black": {"seed": 3, "data_seed": 42}}, max_steps=1).train()
     rows = [[row["row"] for row in rows_of(tmp_path / name)] for name in ("white", "black")]

@@ -76,6 +76,7 @@ def test_a_mixed_batch_samples_as_each_adapter_alone(base, variants, max_sequenc
     assert len(distinct) == 3 * len(prompts)  # "new" samples as the model alone, "a" and "b" do not
 
 
+@pytest.mark.slow
 def test_drafts_are_verified_under_their_own_adapter(base, variants):
     prompts = {name: [30 + i, 31, 32] for i, name in enumerate(("a", "b"))}
     engine = mixing(base, variants)
@@ -87,6 +88,7 @@ def test_drafts_are_verified_under_their_own_adapter(base, variants):
         assert all(one.reused >= len(tokens) - 1 for one, tokens in zip(completions, drafted, strict=True))
 
 
+@pytest.mark.slow
 def test_a_stored_prompt_is_continued_without_any_adapter(base, variants):
     engine, turns = mixing(base, variants), ([7, 8, 9], [7, 8, 9, 10, 11])
 

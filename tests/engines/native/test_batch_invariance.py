@@ -127,6 +127,7 @@ def test_half_precision():
     assert_invariant(lambda: native(model), requests(n=2))
 
 
+@pytest.mark.slow
 def test_one_survivor_of_uneven_lengths():
     model = tiny.model()
     asked = [replace(x, params=SamplingParams(4 + 12 * i)) for i, x in enumerate(requests(n=2))]
@@ -134,6 +135,7 @@ def test_one_survivor_of_uneven_lengths():
     assert sorted({len(tokens) for tokens, *_ in found}) == [4, 16, 28, 40, 52]
 
 
+@pytest.mark.slow
 def test_slots_that_others_leave():
     model = tiny.model()
     asked = requests()
@@ -248,6 +250,7 @@ def test_models_with_a_state(name):
     assert_invariant(lambda: engine, requests((4, 9), n=3), [each_alone])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"top_k": 7}, {"top_p": 0.8, "temperature": 0.7}, {"min_p": 0.05}])
 def test_filters(settings):
     model = tiny.model(vocab_size=157)

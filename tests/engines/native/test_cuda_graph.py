@@ -38,6 +38,7 @@ def test_replayed_steps_of_other_decoders_sample_the_same(config):
     assert tokens(sample(recording(engine_of(model)))) == tokens(sample(engine_of(model)))
 
 
+@pytest.mark.slow
 def test_recording_is_reused_after_sequences_leave(tiny_model):
     counts = []
 

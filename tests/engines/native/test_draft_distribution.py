@@ -81,5 +81,6 @@ def test_tokens_follow_the_verifying_policy(now, drafts, kind):
     assert (0.2 if kind == "an earlier policy's" else 0.0) <= reused < 1
 
 
+@pytest.mark.slow
 def test_statistic_distinguishes_the_two_policies(now, drafts):
     assert surprise(drafts["an earlier policy's"], token_probabilities(now)) > 10

@@ -78,6 +78,7 @@ def test_a_draft_never_changes_a_completion(tiny_model, kind):
     assert_same(answers(tiny_model, drafts), expected)
 
 
+@pytest.mark.slow
 def test_mixed_drafts_in_small_batches_change_no_completion(tiny_model):
     expected = answers(tiny_model)
     kinds = list(DRAFTS.values())
@@ -156,6 +157,7 @@ def test_lenient_acceptance_at_both_extremes(tiny_model):
     assert_same(kept, expected)  # and from the first token on the policy's own race
 
 
+@pytest.mark.slow
 def test_lenience_is_the_probability_of_acceptance(tiny_model):
     prompt, n = [5, 6, 7], 4000
     engine = engine_of(tiny_model, max_sequences=256)

@@ -29,6 +29,7 @@ def test_fused_operations_compute_the_same(kind):
     assert [type(module).__name__ for module in model.modules() if "forward" in vars(module)] == originals
 
 
+@pytest.mark.slow
 def test_results_are_in_the_type_of_products():
     model = AutoModelForCausalLM.from_config(CONFIGS["qwen2"], attn_implementation="eager").eval()
     norm = model.model.norm

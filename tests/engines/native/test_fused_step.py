@@ -120,6 +120,7 @@ def test_hooks_see_every_step(monkeypatch):
     assert len(seen) > 12
 
 
+@pytest.mark.slow
 def test_patched_and_adapted_layers_take_their_own_steps(monkeypatch):
     from peft import LoraConfig, get_peft_model
 
@@ -160,6 +161,7 @@ class Failing(nn.Module):
         raise ZeroDivisionError
 
 
+@pytest.mark.slow
 def test_more_sequences_than_one_product_has_rows(monkeypatch):
     monkeypatch.setattr(invariance, "REFERENCES", (4, 1))
     monkeypatch.setattr(invariance, "LARGEST", 8)

@@ -53,6 +53,7 @@ def up_to(completion, stop):
     return completion.token_ids if at < 0 else ids[: at + len(stop)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "interval"), [(NativeEngine, 1), (NativeEngine, 8), (RecurrentEngine, None)])
 def test_stop_text_ends_a_completion_with_its_last_token(tiny_model, kind, interval):
     free = sample(tiny_model, PROMPTS[0], kind=kind)
@@ -135,6 +136,7 @@ def test_logprobs_are_those_of_the_policy(tiny_model):
         assert one.logprobs == pytest.approx(expected.tolist(), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_forbidden_words_and_repeats_do_not_come(tiny_model):
     free = sample(tiny_model, PROMPTS[0], n=12)
     word = text(free[0])[4:6]

@@ -54,6 +54,7 @@ def assert_own(model, asked, answers):
             assert not differing(completion.routes, own_routes(model, fed).to(completion.routes.dtype)).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mixtures.SETTINGS)
 def test_they_are_the_models_own_in_float32(name):
     model = mixtures.model(name)
@@ -72,6 +73,7 @@ def test_asking_changes_no_sample_and_no_bit():
         assert all(c.routes is None for c in one)
 
 
+@pytest.mark.slow
 def test_they_do_not_depend_on_what_else_is_sampled():
     model, asked = mixtures.model("Mixtral"), requests()
     together = sampled(engine_of(model, eos=EOS), asked)
@@ -84,6 +86,7 @@ def test_they_do_not_depend_on_what_else_is_sampled():
             assert torch.equal(a.routes, b.routes) if i % 2 else b.routes is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spoil", [None, 0, 3])
 def test_drafts_have_the_routes_of_the_tokens_that_they_became(spoil):
     model, asked = mixtures.model("Mixtral"), requests()
@@ -119,6 +122,7 @@ def test_continued_prompts_have_the_routes_of_what_was_stored():
     assert not engine._prefixes.routes
 
 
+@pytest.mark.slow
 def test_the_engine_that_samples_prompt_by_prompt_keeps_them_too():
     model = mixtures.model("Olmoe")
     engine, asked = RecurrentEngine(lambda: model, eos_token_ids=set(EOS), max_context=256), requests()
@@ -139,6 +143,7 @@ def test_256_experts_take_two_bytes():
     assert_own(model, asked, answers)
 
 
+@pytest.mark.slow
 def test_captured_steps_report_the_experts_of_each_replay():
     """As on a GPU, where a step is recorded once: what it wrote is read after every replay."""
     model, asked = mixtures.model("Mixtral"), requests()

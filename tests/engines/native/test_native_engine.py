@@ -65,6 +65,7 @@ def test_samples_do_not_depend_on_their_neighbours(tiny_model):
     assert tokens(alone)[0] == reference[0]
 
 
+@pytest.mark.slow
 def test_cancelled_requests_are_not_decoded(tiny_model):
     """As where a rollout ran out of time: its row and its request that waits must not hold up the others."""
     engine, params = engine_of(tiny_model, max_sequences=2, eos=frozenset()), SamplingParams(max_tokens=200)
@@ -157,6 +158,7 @@ def test_mixtures_of_experts_sample_what_transformers_would(name):
         assert alone[0, len(prompt) :].tolist() == greedy.token_ids
 
 
+@pytest.mark.slow
 def test_training_attention_does_not_change_samples():
     """Soft-capping and sinks are what SDPA, under which most models sample, does not know."""
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["sliding_attention"] * 2}
@@ -250,6 +252,7 @@ def test_failure_reaches_every_caller_and_the_engine_recovers():
     assert len(sample(engine, prompts=PROMPTS[:2])) == 2
 
 
+@pytest.mark.slow
 def test_prefill_failure_reaches_every_caller(tiny_model):
     engine = engine_of(tiny_model, max_sequences=2)
     handle = tiny_model.get_decoder().register_forward_hook(lambda *args: 1 / 0)
@@ -259,6 +262,7 @@ def test_prefill_failure_reaches_every_caller(tiny_model):
     assert len(sample(engine, prompts=PROMPTS)) == len(PROMPTS)
 
 
+@pytest.mark.slow
 def test_cache_grows_with_running_sequences_not_budgets(tiny_model):
     engine = engine_of(tiny_model, max_sequences=64)
     seen = []
@@ -285,6 +289,7 @@ def test_check_interval_changes_no_sample(tiny_model, forks):
     assert [[c.finish for c in group] for group in got] == [[c.finish for c in group] for group in reference]
 
 
+@pytest.mark.slow
 def test_budgets_settings_and_prompts_mix_in_one_batch(tiny_model):
     settings = [{"max_tokens": 3 + 7 * i, "temperature": 0.7 + 0.3 * (i % 2)} for i in range(len(PROMPTS))]
     alone = [sample(engine_of(tiny_model, eos=set()), [p], **s)[0] for p, s in zip(PROMPTS, settings, strict=True)]
@@ -302,6 +307,7 @@ def test_budgets_settings_and_prompts_mix_in_one_batch(tiny_model):
         assert tokens(asyncio.run(run())) == tokens(alone)
 
 
+@pytest.mark.slow
 def test_models_without_shared_prefixes_sample_correctly(tiny_model):
     from transformers import GPTNeoConfig
 

@@ -77,6 +77,7 @@ def computed(model, hinted):
     return sum(seen)
 
 
+@pytest.mark.slow
 def test_later_turns_compute_only_tokens_after_the_prompt(tiny_model):
     # 1st turn: 5 tokens of the prompt (the 6th begins decoding) and 8 decoded. 2nd: all but the last of
     # 6 + 8 + 1 tokens and 8 decoded; with the prompt kept all but its first 5 of those.
@@ -99,6 +100,7 @@ def test_completions_with_equal_prompts_share_the_whole_prompt(tiny_model):
     assert_same(two(4), two(0))
 
 
+@pytest.mark.slow
 def test_prefixes_are_released_when_the_engine_sleeps(tiny_model):
     """The policy is trained in between."""
     engine = engine_of(tiny_model, eos=EOS)

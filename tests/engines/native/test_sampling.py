@@ -27,6 +27,7 @@ def chi_square(counts: torch.Tensor, probs: torch.Tensor) -> float:
     return ((counts - expected)[kept] ** 2 / expected[kept]).sum().item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["seed", "step"])
 def test_frequencies_match_the_probabilities(by):
     probs = torch.tensor([0.5, 0.25, 0.15, 0.08, 0.02, 0.0])

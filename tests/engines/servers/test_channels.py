@@ -90,6 +90,7 @@ def test_a_killed_server_is_noticed_before_the_deadline(servers):
     assert time.monotonic() - begun < 300.0
 
 
+@pytest.mark.slow
 def test_receiving_from_a_silent_trainer_ends_at_the_deadline(servers):
     kept, results, _ = servers(1, seconds=0.5)
     rank, said = results.get()

@@ -73,6 +73,7 @@ def test_starting_twice_is_refused(server):
         one.start()
 
 
+@pytest.mark.slow
 def test_a_server_that_is_late_is_stopped_and_its_log_shown(server):
     one, _ = server("/never", deadline=3.0, name="the 503 server")
     with pytest.raises(LaunchFailed, match=r"(?s)the 503 server was not ready within 3 seconds.*loading.*"):

@@ -124,6 +124,7 @@ def test_a_server_that_is_added_joins_with_the_next_update(servers, pool):
         assert [member.up for member in engine._pool.members] == [True, True]
 
 
+@pytest.mark.slow
 def test_with_one_process_it_is_sent_the_current_weights_at_once(servers, pool):
     first, second = servers(), servers()
     pool.write(first)
@@ -137,6 +138,7 @@ def test_with_one_process_it_is_sent_the_current_weights_at_once(servers, pool):
     assert engine.load_weights(update(2, 2)).whole == 0, "both hold the update before"
 
 
+@pytest.mark.slow
 def test_a_server_that_is_removed_gets_no_requests_and_finishes_its_own(servers, pool):
     first, second = servers(), servers(token_delay=0.1)
     pool.write(second)
@@ -162,6 +164,7 @@ def test_a_server_that_is_removed_gets_no_requests_and_finishes_its_own(servers,
     assert (engine.load_weights(update(3, 3))).servers == 1
 
 
+@pytest.mark.slow
 def test_a_server_that_starts_later_joins_when_it_is_up(servers, pool):
     first, second = servers(), servers()
     second.kill()
@@ -203,6 +206,7 @@ def test_a_server_whose_model_has_another_vocabulary_is_left_out_with_a_warning(
     assert engine.load_weights(update(2, 2)).servers == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resend", [False, True])
 @pytest.mark.parametrize("status", [400, 500])
 @pytest.mark.parametrize("changes", [{"vocab_size": VOCABULARY + 8}, {"num_hidden_layers": 1}])
@@ -255,6 +259,7 @@ def test_a_file_that_became_unusable_changes_nothing(servers, pool, tmp_path, te
     assert len(caught.list) == 1
 
 
+@pytest.mark.slow
 def test_without_any_server_the_error_names_those_that_are_to_join(servers, pool):
     first, second = servers(), servers()
     pool.write(first)

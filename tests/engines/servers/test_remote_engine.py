@@ -214,6 +214,7 @@ def test_answers_that_stay_unusable_are_an_error(servers, engines):
         generate(engine)
 
 
+@pytest.mark.slow
 def test_two_missed_deadlines_are_an_error(servers, engines):
     server = servers()
     engine = engines(server, request_timeout=0.3)
@@ -223,6 +224,7 @@ def test_two_missed_deadlines_are_an_error(servers, engines):
     assert len(server.asked("/v1/completions")) == 1 + 2  # the first was the look at what its log-probs mean
 
 
+@pytest.mark.slow
 def test_a_late_request_is_sent_to_another_server(servers, engines):
     one, other = servers(), servers()
     engine = engines(one, other, request_timeout=1.0)
@@ -231,6 +233,7 @@ def test_a_late_request_is_sent_to_another_server(servers, engines):
     assert len(one.asked("/v1/completions")) == 1 + 1
 
 
+@pytest.mark.slow
 def test_a_server_that_stays_busy_ends_the_wait(servers, engines):
     server = servers()
     engine = engines(server, timeout=1.0)
@@ -274,6 +277,7 @@ def test_a_token_the_trained_model_lacks_is_a_clear_error(servers, engines):
         generate(engine)
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_while_it_samples_loses_nothing(servers, engines):
     one, other = servers(token_delay=0.05), servers(token_delay=0.05)
     engine = engines(one, other)
@@ -283,6 +287,7 @@ def test_a_server_that_dies_while_it_samples_loses_nothing(servers, engines):
     assert [member.up for member in engine._pool.members] == [False, True]
 
 
+@pytest.mark.slow
 def test_requests_of_a_frozen_server_go_elsewhere(servers, engines, monkeypatch):
     monkeypatch.setattr(fleet_module, "WATCH_EVERY", 0.1)
     monkeypatch.setattr(fleet_module, "QUICK_SECONDS", 3.0)  # a busy machine keeps a healthy server waiting, too
@@ -293,6 +298,7 @@ def test_requests_of_a_frozen_server_go_elsewhere(servers, engines, monkeypatch)
     assert [len(completions) for completions in answers] == [2] * 6
 
 
+@pytest.mark.slow
 def test_requests_at_a_silent_server_already_left_out_move(servers, engines, monkeypatch):
     monkeypatch.setattr(fleet_module, "WATCH_EVERY", 0.05)
     monkeypatch.setattr(fleet_module, "QUICK_SECONDS", 0.5)
@@ -313,6 +319,7 @@ def test_requests_at_a_silent_server_already_left_out_move(servers, engines, mon
     assert not member.calls and member.last_error and len(other.asked("/v1/completions")) == 1 + 1
 
 
+@pytest.mark.slow
 def test_when_all_are_gone_the_error_names_each_last_error(servers, engines):
     one, other = servers(), servers()
     engine = engines(one, other, timeout=2.0)
@@ -325,6 +332,7 @@ def test_when_all_are_gone_the_error_names_each_last_error(servers, engines):
     assert "HTTP 503: the engine is dead" in caught.value.errors[other.url]
 
 
+@pytest.mark.slow
 def test_a_server_that_comes_back_is_used_again(servers, engines):
     server = servers()
     engine = engines(server)
@@ -357,6 +365,7 @@ def test_after_an_update_every_server_samples_new_weights(servers, engines):
         assert server.asked("/reset_prefix_cache")
 
 
+@pytest.mark.slow
 def test_completions_in_flight_continue_with_both_versions(servers, engines):
     server = servers(token_delay=0.05)
     engine = engines(server)
@@ -426,6 +435,7 @@ def test_a_server_that_takes_no_weights_is_left_out(servers, engines):
     assert [urls for _, urls in transport.sent] == [[one.url, other.url], [other.url], [one.url], [one.url]]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*cannot load weights")
 def test_an_excluded_server_gets_weights_after_a_restart(servers, engines):
     one, other = servers(), servers()
@@ -449,6 +459,7 @@ def test_an_excluded_server_gets_weights_after_a_restart(servers, engines):
     assert set(engine.export_state()["urls"]) == {one.url, other.url}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*cannot load weights")
 def test_failures_before_a_restart_do_not_count_after_it(servers, engines):
     """The server fails three times and is excluded; after a restart it fails once, and gets the weights at last."""
@@ -469,6 +480,7 @@ def test_failures_before_a_restart_do_not_count_after_it(servers, engines):
     wait_until(lambda: member.up)
 
 
+@pytest.mark.slow
 def test_a_returning_server_without_weights_does_not_end_the_run(servers, engines):
     one, other = servers(), servers()
     engine = engines(one, other)
@@ -487,6 +499,7 @@ def test_a_returning_server_without_weights_does_not_end_the_run(servers, engine
     assert engine.export_state()["urls"] == [other.url]
 
 
+@pytest.mark.slow
 def test_a_failed_group_join_leaves_time_for_the_others(servers, engines, monkeypatch):
     monkeypatch.setattr(weight_api, "JOIN_SECONDS", 1.0)
     one, other = servers(buckets=True), servers(buckets=True)
@@ -500,6 +513,7 @@ def test_a_failed_group_join_leaves_time_for_the_others(servers, engines, monkey
     assert time.monotonic() - began < 300  # not the 600 s that all of it may take
 
 
+@pytest.mark.slow
 def test_an_update_waits_for_a_server_that_comes_back(servers, engines):
     server = servers()
     engine = engines(server)
@@ -511,6 +525,7 @@ def test_an_update_waits_for_a_server_that_comes_back(servers, engines):
     assert after.logprobs == pytest.approx(logprobs_of(new, [5, 6, 7], after.token_ids), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_an_update_that_no_server_takes_shows_the_servers_error(servers, engines):
     server = servers()
     engine = engines(server, timeout=1.0)
@@ -522,6 +537,7 @@ def test_an_update_that_no_server_takes_shows_the_servers_error(servers, engines
         generate(engine)
 
 
+@pytest.mark.slow
 def test_a_transfer_that_hangs_ends_at_its_deadline(servers, engines):
     server = servers()
     engine = engines(server, sync_timeout=2.0)
@@ -544,6 +560,7 @@ def test_a_restarted_server_samples_after_it_has_the_weights(servers, engines):
     assert other.url in engine.export_state()["urls"]
 
 
+@pytest.mark.slow
 def test_resend_brings_a_returning_server_up_to_date(servers, engines):
     server = servers()
     transport = RecordingSender()
@@ -558,6 +575,7 @@ def test_resend_brings_a_returning_server_up_to_date(servers, engines):
     assert [version for version, _ in transport.sent] == [1, 1]
 
 
+@pytest.mark.slow
 def test_the_sender_is_invalidated_for_a_server_left_out(servers, engines):
     one, other = servers(), servers()
     transport, forgotten = RecordingSender(), []
@@ -606,6 +624,7 @@ def test_other_processes_sample_from_the_sent_adapter(servers, engines):
     assert other._weights.version == 3 and other.export_state()["urls"] == [server.url]
 
 
+@pytest.mark.slow
 def test_requests_aborted_by_another_process_await_its_version(servers, engines):
     server = servers(token_delay=0.05)
     sender, other = engines(server), engines(server)
@@ -680,6 +699,7 @@ def test_a_server_left_out_asleep_is_woken_before_sampling(servers, engines):
         assert not server.sleeping
 
 
+@pytest.mark.slow
 def test_any_error_of_a_returning_server_is_retried(servers, engines):
     server = servers()
     transport = RecordingSender()
@@ -715,6 +735,7 @@ def test_servers_sleep_outside_awake_and_wake_for_weights(servers, engines):
 # ---- ending ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_dropped_engine_ends_while_a_server_is_down(servers):
     server = servers()
     engine = RemoteEngine([ServerClient(server.url)], VllmApi(), RecordingSender(), ends=ENDS, timeout=0.5)
@@ -734,6 +755,7 @@ def test_a_dropped_engine_ends_while_a_server_is_down(servers):
     assert not thread.is_alive()
 
 
+@pytest.mark.slow
 def test_closing_does_not_wait_for_a_sender_that_hangs(servers, engines, monkeypatch):
     monkeypatch.setattr(engine_module, "QUICK_SECONDS", 0.5)
     engine, released, closed = engines(servers()), threading.Event(), []

@@ -294,6 +294,7 @@ def test_a_server_that_stays_away_ends_the_wait(servers, scorers):
         scored(scorer, ScoreRequest(IDS, 1))
 
 
+@pytest.mark.slow
 def test_a_server_that_comes_back_with_another_model_is_not_asked(servers, scorers):
     server = servers()
     scorer = scorers(server, timeout=1.5)
@@ -310,6 +311,7 @@ async def leave_out(scorer):
     scorer._pool.leave_out(scorer._pool.members[0], "it died")
 
 
+@pytest.mark.slow
 def test_an_answer_that_hangs_is_late(servers, scorers):
     async def hangs(request, handler):
         """At this sequence, and not while it is examined."""
@@ -325,6 +327,7 @@ def test_an_answer_that_hangs_is_late(servers, scorers):
         scored(scorer, ScoreRequest(IDS, 1))
 
 
+@pytest.mark.slow
 def test_a_wait_that_is_given_up_ends_the_requests(servers, scorers):
     server = servers(token_delay=5.0)
     with pytest.raises(NoServerLeft):  # each probe takes longer than the deadline

@@ -175,6 +175,7 @@ def test_settings_that_are_ours_are_refused():
         SglangApi(extra={"n": 2, "sampling_seed": 3, "regex": "a"})
 
 
+@pytest.mark.slow
 def test_what_is_paused_comes_back_aborted_with_what_there_is(other):
     server = other("--seconds-per-token", "0.05")
     timer = threading.Timer(0.4, lambda: ask(server, "pause"))
@@ -249,6 +250,7 @@ def test_a_refusal_repeats_the_servers_words(running):
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_prefix_cache_is_emptied_as_soon_as_nothing_runs(other):
     server = other("--seconds-per-token", "0.05")
     busy = threading.Thread(target=lambda: generate(server, request(n=1, max_tokens=20), ends=frozenset({9999})))
@@ -289,6 +291,7 @@ def test_notes_last(running):
     assert ask(running, "read_stamp", dialect=dialect) == "covey-1-2"
 
 
+@pytest.mark.slow
 def test_memory_is_released_and_taken_back(other):
     server = other("--enable-memory-saver")
     dialect = SglangApi()

@@ -85,6 +85,7 @@ def send(transport, server, what, deadline=30.0):
     call(server.url, once)
 
 
+@pytest.mark.slow
 def test_the_servers_own_end_tokens_do_not_end_completions(other, engines):
     """The server's model ends at token 1; asked for other ends, completions continue beyond it."""
     engine = engines(sglang_sender(), other(), ends=frozenset({9999}))
@@ -98,6 +99,7 @@ def test_the_servers_own_end_tokens_do_not_end_completions(other, engines):
 # ---- every way -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["group", "disk"])
 def test_after_each_update_greedy_output_is_the_trainers(running, engines, way):
     """Small buckets, so that there are several; a new model each time, and the group is used again."""
@@ -158,6 +160,7 @@ def test_the_prefix_cache_is_emptied_once_per_update(running, engines):
     assert paths.count("/update_weights_from_distributed") > 2 and paths.count("/flush_cache") == 1
 
 
+@pytest.mark.slow
 def test_two_servers_get_the_same(running, tiny_folder, tmp_path, engines):
     second = OwnProcess(tiny_folder, tmp_path)
     try:
@@ -189,6 +192,7 @@ def adapted(seed, base=None):
     return model
 
 
+@pytest.mark.slow
 def test_an_adapter_travels_alone_under_a_name_for_each_version(running, engines, tiny_folder):
     engine = engines(sglang_sender(), running)
     engine.load_weights(update(tiny.model(), 0))
@@ -251,6 +255,7 @@ def test_an_unknown_tensor_is_named_with_version_and_server(running, way, what, 
         send(sglang_sender(way), running, wrong(**what))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["group", "disk"])
 def test_after_a_failed_update_the_next_one_arrives(running, engines, way):
     engine = engines(sglang_sender(way, bucket_bytes=20_000), running)
@@ -275,6 +280,7 @@ def test_a_refusal_names_the_bucket_and_the_servers_error(running):
         send(sglang_sender("group"), running, update(tiny.model(), 1))
 
 
+@pytest.mark.slow
 def test_a_group_that_nobody_joins_ends_by_the_deadline(running):
     running.fail("/init_weights_update_group", hang=120)
     started = time.monotonic()
@@ -321,6 +327,7 @@ def test_the_only_server_dying_is_an_error_within_the_deadline(tiny_folder, tmp_
         server.stop()
 
 
+@pytest.mark.slow
 def test_completions_in_flight_continue_with_new_weights(tiny_folder, engines):
     server = InThread(tiny_folder, "--seconds-per-token", "0.03")
     try:

@@ -192,6 +192,7 @@ def test_a_death_during_transfer_is_noticed_before_the_deadline(servers, weights
     assert time.monotonic() - begun < 300.0
 
 
+@pytest.mark.slow
 def test_a_server_that_never_answers_ends_at_the_deadline(servers, weights):
     server = servers()
     server.misbehave("/update_weights", fake_vllm.hang())
@@ -343,6 +344,7 @@ def whole_bytes(model):
     return sum(-(-2 * p.numel() // 16) * 16 for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_differences_bring_every_bit_in_few_bytes(servers, weights):
     server, one = servers(), weights("group", differences=True)
     for version, (sent, model) in enumerate(steps(6)):
@@ -362,6 +364,7 @@ def test_without_the_option_everything_is_sent_and_nothing_kept(servers, weights
     assert server.receiver.held is None and not one._held.tensors
 
 
+@pytest.mark.slow
 def test_a_server_that_joins_gets_everything_and_the_others_what_changed(servers, weights):
     first, second, one = servers(), servers(), weights("group", differences=True)
     for version, (sent, model) in enumerate(steps(6)):
@@ -390,6 +393,7 @@ def test_a_late_server_gets_the_update_and_not_the_policy_of_the_moment(servers,
         assert all(torch.equal(p, wanted[name].float()) for name, p in server.model.named_parameters())
 
 
+@pytest.mark.slow
 def test_a_server_with_another_bit_is_sent_everything_at_once(servers, weights):
     good, bad, one = servers(), servers(), weights("group", differences=True)
     for version, (sent, model) in enumerate(steps(4)):
@@ -465,6 +469,7 @@ def test_after_a_gather_that_failed_everything_is_sent(servers, weights):
     assert_holds(server, model)
 
 
+@pytest.mark.slow
 def test_older_servers_are_sent_everything_with_a_warning(servers, weights):
     old, new, one = servers(differences=False), servers(), weights("group", differences=True)
     with pytest.warns(UserWarning, match=rf"not sent as differences: {old.url}"):
@@ -519,6 +524,7 @@ def merged_adapter(version):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [master_weights, merged_adapter])
 def test_the_servers_bits_are_those_of_the_format_that_is_sent(servers, weights, policy):
     """Compared with the update itself, which is the conversion of all weights, and with how few bytes that takes."""

@@ -489,6 +489,7 @@ def test_a_key_opens_its_own_session_alone():
     assert text_of(played) == "1<eos>"
 
 
+@pytest.mark.slow
 def test_what_a_client_did_not_hear_is_told_it_again():
     """A client that goes away and repeats its request gets the replies that were sampled for it; another does not."""
 

@@ -124,6 +124,7 @@ ATTEMPTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel names senders on Linux")
 @pytest.mark.parametrize("close_fds", [True, False])
 def test_what_the_policy_runs_does_not_give_the_reward(run, close_fds):

@@ -116,6 +116,7 @@ def test_a_session_ends_no_other():
     assert statuses == [401] * 6 and [one.extras[REWARD] for one in rollouts] == [1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_the_runner_of_the_examples_serves_many_rollouts():
     """`examples/agents/run.py calculator --serve URL`: a process that plays whatever waits."""
     runner = Path(__file__).parents[3] / "examples" / "agents" / "run.py"

@@ -363,6 +363,7 @@ def test_a_forgotten_pool_closes_its_environments():
     assert pool() is None and Closes.closed == 2
 
 
+@pytest.mark.slow
 def test_environments_are_closed_when_the_process_ends(tmp_path):
     script = tmp_path / "forgets.py"
     script.write_text(

@@ -66,6 +66,7 @@ def test_each_seat_is_a_rollout_with_its_role_reward_and_turns(tmp_path):
     assert log["games/draws"] == 1 and log["roles/first/reward"] == 1 and log["roles/second/reward"] == -1
 
 
+@pytest.mark.slow
 def test_an_opponent_takes_a_seat_that_is_not_trained(tmp_path):
     seen = []
 
@@ -80,6 +81,7 @@ def test_an_opponent_takes_a_seat_that_is_not_trained(tmp_path):
     assert all(text.endswith("second: 1 moves") for text in seen)
 
 
+@pytest.mark.slow
 def test_a_fixed_opponent_plays_in_evaluations_alone(tmp_path):
     parts = {"eval_seats": {"second": lambda messages: "7"}, "eval_dataset": MESSAGES["train_dataset"][:1]}
     found = trainer(tmp_path, parts=parts, per_device_eval_batch_size=4).evaluate()

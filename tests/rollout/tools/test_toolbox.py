@@ -479,6 +479,7 @@ class Liar(str):
         return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "text"),
     [
@@ -589,6 +590,7 @@ class SlowToShow:
         spin()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "function", [lambda: time.sleep(30), spin, spin_stubbornly, threading.Event().wait, SlowToShow]
 )
@@ -624,6 +626,7 @@ def test_a_tool_that_always_hangs_costs_a_bounded_number_of_threads():
     assert ask(Toolbox([hanging], timeout=20.0), ("t", {}))[0].failure is None
 
 
+@pytest.mark.slow
 def test_a_late_thread_that_runs_python_is_stopped():
     running = threading.Event()
     stopped = threading.Event()
@@ -653,6 +656,7 @@ def test_a_late_coroutine_is_cancelled():
     assert cancelled.wait(10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [lambda: time.sleep(5), spin])
 def test_a_call_after_a_blocked_loop_gets_a_new_loop(block):
     async def function():

@@ -282,6 +282,7 @@ def test_few_environments_are_enough_for_a_rollout_batch(tmp_path):
     assert logged["completions/clipped_ratio"] == 1  # the environment wanted to continue
 
 
+@pytest.mark.slow
 def test_waiting_for_an_environment_is_not_the_rollouts_own_time(tmp_path):
     class Slow(Talk):
         async def step(self, text):

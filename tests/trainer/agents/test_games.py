@@ -47,6 +47,7 @@ def by_role(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("by_role"), compare="role", scale_rewards="none", record="tokens")
 
 
+@pytest.mark.slow
 def test_advantages_of_a_role_add_up_to_zero_within_a_prompt(by_role):
     rows = read_rows(files(by_role.recorder.folder)[0])
     assert {(row["role"], row["game"]) for row in rows} == {
@@ -79,6 +80,7 @@ def test_a_replay_of_games_gives_the_same_weights(by_role, tmp_path):
     assert all(map(torch.equal, runs.weights(replayed), runs.weights(by_role)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["grpo", "rloo"])
 def test_a_resumed_run_knows_the_running_means(tmp_path, method):
     settings = {"method": method, "compare": "role_average", "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
@@ -90,6 +92,7 @@ def test_a_resumed_run_knows_the_running_means(tmp_path, method):
     assert all(map(torch.equal, runs.weights(resumed), runs.weights(whole)))
 
 
+@pytest.mark.slow
 def test_the_first_advantages_of_running_means_are_the_rewards(tmp_path):
     trainer = trained(tmp_path, compare="role_average", max_steps=2)
     first, second = (read_rows(path) for path in files(tmp_path / FOLDER))
@@ -169,6 +172,7 @@ def test_a_failed_seat_fails_its_game_alone(tmp_path):
     assert {row["fate"] for row in rows if row["game"] == 0} == {"failed", "no signal"}
 
 
+@pytest.mark.slow
 def test_a_failed_group_has_no_seats(tmp_path):
     calls = []
 

@@ -277,6 +277,7 @@ def test_equal_steps_give_no_gradient_whatever_their_rewards_are(tmp_path, metho
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
+@pytest.mark.slow
 def test_characters_and_turns_are_the_tokens_they_end_with(tmp_path):
     """The tiny tokenizer has a token a character; what is special has none."""
 
@@ -321,6 +322,7 @@ def test_a_policy_learns_only_from_tokens_that_answer_for_a_step(tmp_path):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["grpo", "rloo"])
 def test_each_token_is_moved_by_its_own_advantage(tmp_path, method):
     """RLOO's ratio is of the whole completion, but credit for the first token must not move the others' log-probs."""
@@ -342,6 +344,7 @@ def test_truncated_completions_are_left_out_with_their_steps(tmp_path):
         assert got == pytest.approx(tokens, rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_rollouts_are_skipped_if_no_token_has_an_advantage(tmp_path):
     def one_group(completion_ids, **kwargs):
         return [[(0, float(i == 1)), (len(ids) - 1, 0.5)] for i, ids in enumerate(completion_ids[:4])] + [
@@ -400,6 +403,7 @@ def test_without_steps_nothing_about_them_is_logged(tmp_path):
     assert not [name for name in trained.state.log_history[0] if name.startswith("steps/")]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_the_credit_it_had(tmp_path):
     """Stopped in the middle of a rollout batch that is used for two updates: advantages are in the checkpoint."""
     settings = {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 4}
@@ -413,6 +417,7 @@ def test_a_resumed_run_goes_on_with_the_credit_it_had(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(runs.weights(whole), runs.weights(again), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streamed", [False, True])
 def test_steps_of_async_rollouts_survive_a_checkpoint(tmp_path, streamed):
     """What is under way is saved as rollouts, and scored when its turn comes, or before it: the same either way."""

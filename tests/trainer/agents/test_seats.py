@@ -38,6 +38,7 @@ def said(trainer, key=("train", 9)):
     return [rollout.extras["said"] for rollout in rollouts]
 
 
+@pytest.mark.slow
 def test_a_frozen_seat_does_not_learn(tmp_path):
     trainer = made(tmp_path, {"other": "frozen"}, max_steps=1)
     before = said(trainer)
@@ -45,6 +46,7 @@ def test_a_frozen_seat_does_not_learn(tmp_path):
     assert said(trainer) == before and len(set(before)) > 1
 
 
+@pytest.mark.slow
 def test_the_policy_of_the_step_before_is_an_opponent(tmp_path):
     """policy:1 with one copy kept: in step n the opponent says what the policy of step n - 1 would have said."""
     trainer = made(tmp_path, {"other": "policy:1"}, max_steps=3, opponents_kept=1)
@@ -67,6 +69,7 @@ def test_the_policy_of_the_step_before_is_an_opponent(tmp_path):
         assert all(map(torch.equal, opponent, before)) and not all(map(torch.equal, opponent, now))
 
 
+@pytest.mark.slow
 def test_rewards_against_earlier_policies_are_logged_by_their_age(tmp_path):
     trainer = made(tmp_path, {"other": "policy:1"}, max_steps=3, opponents_kept=2)
     trainer.train()
@@ -85,6 +88,7 @@ def test_rewards_against_earlier_policies_have_the_weights_of_their_source(tmp_p
     assert runs.history(trainer, "opponents/0/reward") == runs.history(trainer, "roles/first/reward")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_plays_the_same_opponents(tmp_path):
     settings = {"max_steps": 3, "opponents_kept": 2, "save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-2}
     whole = made(tmp_path, {"other": "policy:1"}, **settings)
@@ -131,6 +135,7 @@ def test_copies_are_taken_at_their_time_and_dropped():
     assert {past.chosen(("game", number))[1] for number in range(20)} == {2, 4, 6}
 
 
+@pytest.mark.slow
 def test_an_evaluation_meets_opponents_of_the_policy_as_it_is_then(tmp_path):
     """After 2 steps, before a third rollout batch, the copies of steps 0 and 1 are 2 and 1 steps old."""
     trainer = made(tmp_path, {"other": "policy:1"}, max_steps=2, opponents_kept=2)

@@ -185,6 +185,7 @@ def test_failed_rollouts_in_a_row_are_counted_on_by_a_resume():
         resumed.count(of(ERROR, 2))
 
 
+@pytest.mark.slow
 def test_what_tools_said_is_learned_in_addition(tmp_path):
     """ECHO: with rewards that teach nothing, the policy still learns to predict the results."""
     parts = {"tools": [add], "reward_funcs": lambda completions, **_: [0.0] * len(completions)}

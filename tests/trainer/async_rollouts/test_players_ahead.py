@@ -50,6 +50,7 @@ def same(one, other, *names, exact=True):
 ONE_BY_DEFAULT = [pytest.param(name, marks=[pytest.mark.slow] * (name != "a group")) for name in PLAYERS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("player", ONE_BY_DEFAULT)
 def test_samples_are_those_of_the_synchronous_run(tmp_path, player):
     found = {}
@@ -114,6 +115,7 @@ def test_an_evaluation_is_played_without_effect_on_the_run(tmp_path):
     same(straight, evaluated, exact=False)
 
 
+@pytest.mark.slow
 def test_what_a_checkpoint_cannot_hold_is_sampled_again(tmp_path):
     class Score:
         """No plain value."""
@@ -136,6 +138,7 @@ def test_what_a_checkpoint_cannot_hold_is_sampled_again(tmp_path):
     assert all(step - version <= 2 for step, _, _, versions in found for version in versions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("player", "starts"), [("one rollout", 4), ("a group", 1)])
 def test_first_turns_are_sampled_with_the_weights_at_launch(tmp_path, player, starts, monkeypatch):
     """The engine has them all before it gets newer weights, though functions run on another thread, and slowly."""
@@ -157,6 +160,7 @@ def test_first_turns_are_sampled_with_the_weights_at_launch(tmp_path, player, st
     assert sorted(versions) == [version for version in launched for _ in range(starts)]
 
 
+@pytest.mark.slow
 def test_a_function_that_begins_late_is_not_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "SUBMISSION_SECONDS", 0.05)
 
@@ -170,6 +174,7 @@ def test_a_function_that_begins_late_is_not_waited_for(tmp_path, monkeypatch):
     assert [step for step, *_ in found] == [0, 1]
 
 
+@pytest.mark.slow
 def test_tools_are_called_ahead(tmp_path):
     found = {}
     for staleness in (0, 2):

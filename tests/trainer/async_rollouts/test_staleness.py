@@ -50,6 +50,7 @@ def threads():
 # ---- order, content, staleness ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [{}, CYCLE, {"gradient_accumulation_steps": 4, "steps_per_generation": 2}])
 def test_samples_are_those_of_the_synchronous_run(tmp_path, cut):
     found = {}
@@ -63,6 +64,7 @@ def test_samples_are_those_of_the_synchronous_run(tmp_path, cut):
             assert len(versions) == 1 and 0 <= step - versions[0] <= staleness
 
 
+@pytest.mark.slow
 def test_one_step_ahead_is_one_step_old_but_for_the_first(tmp_path):
     trainer = ahead(tmp_path, 1)
     found = noted(trainer)
@@ -72,6 +74,7 @@ def test_one_step_ahead_is_one_step_old_but_for_the_first(tmp_path):
     assert runs.history(trainer, "sampling/staleness/max") == [0, 1, 1, 1, 1, 1]
 
 
+@pytest.mark.slow
 def test_staleness_counts_optimizer_steps_of_one_rollout_batch_too(tmp_path):
     # four steps a rollout batch: with 1, the next one is launched at the last of them; with 4, at the first
     for staleness, launched in ((1, [0, 3, 7]), (4, [0, 0, 4])):
@@ -85,6 +88,7 @@ def test_staleness_counts_optimizer_steps_of_one_rollout_batch_too(tmp_path):
         ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 4])
 def test_two_runs_are_equal(tmp_path, staleness):
     first, second = (ahead(tmp_path / str(i), staleness, CopyEngine(tiny.model())) for i in range(2))
@@ -156,6 +160,7 @@ def test_waiting_for_samples_is_a_phase_of_its_own(tmp_path):
     assert runs.history(trainer, "phase/generate") == []
 
 
+@pytest.mark.slow
 def test_rewards_can_be_worked_out_ahead_too(tmp_path):
     found, lanes = [], []
 
@@ -226,6 +231,7 @@ def test_stale_tokens_weigh_training_over_sampling_weights(tmp_path, cut, method
         torch.testing.assert_close(rho.sort().values, expected.clamp(max=1.5).sort().values, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_engine_and_trainer_are_compared_on_fresh_samples_alone(tmp_path):
     engine = CopyEngine(tiny.model())
     trainer = ahead(tmp_path, 1, engine, learning_rate=0.3)  # stale samples differ by far more than rounding
@@ -272,6 +278,7 @@ def test_the_samples_for_the_check_change_nothing_about_the_run(tmp_path):
 # ---- evaluation, checkpoints -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [3])
 def test_an_evaluation_has_current_weights_and_no_effect(tmp_path, staleness):
     engine = CopyEngine(tiny.model())
@@ -337,6 +344,7 @@ def test_resuming_is_exact(tmp_path, variant):
         assert runs.history(straight, name) == runs.history(resumed, name)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_run_ahead_can_go_on_by_turns(tmp_path):
     ahead(tmp_path, 2, save_strategy="steps", save_steps=3).train()
     resumed = ahead(tmp_path, 0)
@@ -348,6 +356,7 @@ def test_a_checkpoint_of_a_run_ahead_can_go_on_by_turns(tmp_path):
     assert [each[:3] for each in found] == [each[:3] for each in expected[3:]]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_run_ahead_can_go_on_less_far_ahead(tmp_path):
     ahead(tmp_path, 4, save_strategy="steps", save_steps=3, max_steps=8).train()
     resumed = ahead(tmp_path, 1, max_steps=8)
@@ -361,6 +370,7 @@ def test_a_checkpoint_of_a_run_ahead_can_go_on_less_far_ahead(tmp_path):
     assert [(step, versions) for step, _, _, versions in found] == [(3, [3]), (4, [3]), (5, [4]), (6, [5]), (7, [6])]
 
 
+@pytest.mark.slow
 def test_a_run_resumed_from_weights_alone_begins_its_schedule(tmp_path):
     ahead(tmp_path, 2, save_strategy="steps", save_steps=3, save_only_model=True).train()
     resumed = ahead(tmp_path, 2)
@@ -373,6 +383,7 @@ def test_a_run_resumed_from_weights_alone_begins_its_schedule(tmp_path):
 # ---- ends ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_no_thread_is_left_when_training_has_ended(tmp_path):
     trainer = ahead(tmp_path, 4)
     trainer.train()

@@ -94,6 +94,7 @@ with processes.ending_all():
 """
 
 
+@pytest.mark.slow
 def test_processes_that_have_all_failed_may_begin_anew(tmp_path):
     script = tmp_path / "begins_anew.py"
     script.write_text(BEGINS_ANEW)
@@ -139,5 +140,6 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_a_process_exits_well_while_gloo_frees_tensors(tmp_path):
     launch([sys.executable, "-c", EXITS, str(tmp_path / "store")])

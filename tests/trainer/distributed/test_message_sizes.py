@@ -5,11 +5,14 @@ import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
+import pytest
 
 from covey.observability.record_files import FOLDER, all_files, evaluation_files, read_rows
 from tests.support.launching import free_port
 from tests.support.launching import run as launch
 from tests.support.message_sizes import LONG
+
+pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parents[2] / "support" / "message_sizes.py"
 

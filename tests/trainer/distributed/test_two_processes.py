@@ -209,6 +209,7 @@ def assert_equal(one, two):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", QUICK)
 def test_two_processes_equal_one(one, two, case):
     assert_equal(one(case), two[case])

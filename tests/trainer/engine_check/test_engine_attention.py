@@ -6,6 +6,8 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig
 
 from tests.support import runs
 
+pytestmark = pytest.mark.slow
+
 SMALL = {
     "vocab_size": 104,
     "hidden_size": 32,

@@ -237,6 +237,7 @@ def test_an_adapter_that_never_arrives_is_found(tmp_path):
     assert dropping.state.global_step <= 3
 
 
+@pytest.mark.slow
 def test_a_part_of_the_weights_tells_versions_apart(tmp_path, monkeypatch):
     size = sum(weight.nbytes for weight in tiny.model().parameters())
     monkeypatch.setattr(Snapshot.__init__, "__defaults__", (size // 4,))
@@ -245,6 +246,7 @@ def test_a_part_of_the_weights_tells_versions_apart(tmp_path, monkeypatch):
         dropping.train()
 
 
+@pytest.mark.slow
 def test_a_warning_is_given_once(tmp_path):
     with pytest.warns(UserWarning, match="stale weights.*Continuing because") as caught:
         trainer(tmp_path, learning_rate=1e-5, max_steps=8, engine_parity="warn").train()

@@ -145,6 +145,7 @@ def test_every_suite_is_sampled_in_its_own_way(tmp_path):
     assert metrics["eval_many_prompts"] == 2 and trainer.rollouts.params.temperature == 1.0
 
 
+@pytest.mark.slow
 def test_suites_are_evaluated_while_training_and_logged(tmp_path, capsys):
     suites = {"letters": EvalSuite(tiny.rows(4), num_generations=4, pass_at=(1, 4), maj_at=(1, 3))}
     trainer = runs.trainer(
@@ -189,6 +190,7 @@ def test_absent_rollouts_are_not_written_down():
     assert len(added) == 1
 
 
+@pytest.mark.slow
 def test_training_is_the_same_with_suites_as_without(tmp_path):
     ends = []
     for suites in (None, {"greedy": EvalSuite(tiny.rows(3), temperature=0.0, max_completion_length=3)}):

@@ -101,6 +101,7 @@ def test_an_eval_batch_size_matters_only_with_an_eval_dataset(bench):
     bench.build({"per_device_eval_batch_size": 3})
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_resumes_exactly_from_its_checkpoint(bench):
     def breaks_at_step_two(completion_ids, trainer_state, **kwargs):
         if trainer_state.global_step == 2:
@@ -115,6 +116,7 @@ def test_an_interrupted_run_resumes_exactly_from_its_checkpoint(bench):
     assert all(torch.equal(a, b) for a, b in zip(runs.weights(straight), runs.weights(resumed), strict=True))
 
 
+@pytest.mark.slow
 def test_a_refused_resume_leaves_the_checkpoint_as_it_was(bench):
     checkpoint = bench.checkpoint()
     before = {name: os.stat(os.path.join(checkpoint, name)).st_mtime_ns for name in os.listdir(checkpoint)}
@@ -144,6 +146,7 @@ def test_the_page_has_every_mistake_and_no_other():
     assert set(advised) == set(FIRST) | set(WAYS) | SHOWN_BY_VLLM
 
 
+@pytest.mark.slow
 def test_messages_that_other_tests_produce_are_in_the_source():
     texts = [text for source in (ROOT / "src").rglob("*.py") for text in strings(source)]
     for what in {*WAYS, *SHOWN_BY_VLLM}:
@@ -158,6 +161,7 @@ def test_a_model_without_weights_is_refused(tmp_path):
         runs.trainer(tmp_path, parts={"model": empty})
 
 
+@pytest.mark.slow
 def test_a_context_of_eight_tokens_is_enough(tmp_path):
     parts = {"train_dataset": [{"prompt": "abcd"}] * 8, "model": tiny.model(max_position_embeddings=8)}
     runs.trainer(tmp_path, parts=parts, max_steps=1).train()

@@ -107,6 +107,7 @@ def test_a_skipped_step_changes_nothing_and_is_counted(tmp_path, optim):
     assert math.isnan(runs.history(trainer, "grad_norm")[1])
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_nan_once_is_logged_once(tmp_path):
     trainer = runs.trainer(tmp_path, max_steps=4)
     compute = trainer.compute_loss
@@ -151,12 +152,14 @@ def test_weights_that_an_optimizer_spoils_are_not_saved(tmp_path, saves):
     assert not list(tmp_path.glob("checkpoint-*"))
 
 
+@pytest.mark.slow
 def test_no_gradient_is_a_finite_one(tmp_path):
     trainer = runs.trainer(tmp_path, parts={"reward_funcs": lambda completions, **kwargs: [0.0] * len(completions)})
     trainer.train()
     assert runs.history(trainer, "grad_norm") == [0.0, 0.0]
 
 
+@pytest.mark.slow
 def test_clipping_is_transformers_own(tmp_path):
     grown = []
     for own in (True, False):

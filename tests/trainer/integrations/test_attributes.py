@@ -325,6 +325,7 @@ def test_a_budget_of_tokens_ends_a_run(tmp_path):
     assert seen == runs.history(made, "num_tokens") and made.state.global_step == 1
 
 
+@pytest.mark.slow
 def test_an_overridden_loss_is_given_tensors_by_trls_names(tmp_path):
     batches = []
 

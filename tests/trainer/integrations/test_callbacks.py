@@ -82,6 +82,7 @@ class Asks(TrainerCallback):
         return control
 
 
+@pytest.mark.slow
 def test_what_a_callback_asks_for_is_done(tmp_path):
     asks = Asks(should_log=True, should_evaluate=True, should_save=True, should_training_stop=True)
     trainer = runs.trainer(
@@ -110,6 +111,7 @@ def test_callbacks_come_as_classes_or_objects_and_go_again(tmp_path):
     assert trainer.state.global_step == 2
 
 
+@pytest.mark.slow
 def test_a_run_ended_by_a_callback_resumes_from_its_checkpoint(tmp_path):
     class Fails(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -139,6 +141,7 @@ def by_step(scores):
 ASKED = [{"prompt": f"{i}?"} for i in range(2)]
 
 
+@pytest.mark.slow
 def test_early_stopping_stops(tmp_path):
     stopper = EarlyStoppingCallback(early_stopping_patience=2)
     trainer = runs.trainer(
@@ -188,6 +191,7 @@ def test_the_best_model_is_kept_and_loaded(tmp_path, metric):
     assert all(map(torch.equal, runs.weights(trainer), after_step_two))
 
 
+@pytest.mark.slow
 def test_an_evaluation_without_the_metric_is_not_the_best(tmp_path):
     trainer = runs.trainer(
         tmp_path,
@@ -209,6 +213,7 @@ def test_a_best_metric_that_no_evaluation_has_is_an_error(tmp_path):
         runs.trainer(tmp_path, parts={"eval_dataset": ASKED}, **settings).train()
 
 
+@pytest.mark.slow
 def test_only_better_models_are_saved_with_save_strategy_best(tmp_path):
     trainer = runs.trainer(
         tmp_path,
@@ -221,6 +226,7 @@ def test_only_better_models_are_saved_with_save_strategy_best(tmp_path):
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-2", "checkpoint-4"}
 
 
+@pytest.mark.slow
 def test_an_optimizer_and_a_scheduler_of_ones_own(tmp_path):
     model = tiny.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -269,6 +275,7 @@ class TwoSets(torch.optim.SGD):
         self._swap(False)
 
 
+@pytest.mark.slow
 def test_recommended_weights_are_evaluated_and_training_resumes(tmp_path):
     ends = []
     for settings in ({}, EVALUATED):
@@ -303,6 +310,7 @@ SCHEDULES = {  # the rates of four steps, with learning_rate 1
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules_are_followed(tmp_path, name):
     options, expected = SCHEDULES[name]
@@ -313,6 +321,7 @@ def test_schedules_are_followed(tmp_path, name):
     assert runs.history(trainer, "learning_rate") == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["warmup", "reduce_lr_on_plateau"])
 def test_schedules_that_begin_low_or_wait(tmp_path, kind):
     if kind == "warmup":
@@ -335,6 +344,7 @@ def test_schedules_that_begin_low_or_wait(tmp_path, kind):
     assert runs.history(trainer, "learning_rate") == pytest.approx([1.0, 1.0, 1.0, 0.1])
 
 
+@pytest.mark.slow
 def test_callbacks_survive_a_checkpoint(tmp_path):
     """State of callbacks that keep one is in the checkpoint."""
     settings = {**EVALUATED, **SAVED, "metric_for_best_model": "reward", "load_best_model_at_end": True}

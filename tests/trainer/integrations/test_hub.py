@@ -54,6 +54,7 @@ def metadata(card):
     return yaml.safe_load(card.split("---")[1])
 
 
+@pytest.mark.slow
 def test_the_model_is_pushed_at_every_checkpoint_with_its_card(tmp_path, hub):
     suite = EvalSuite(tiny.rows(2), num_generations=2, pass_at=1)
     parts = {"eval_dataset": {"sums": suite}}
@@ -101,6 +102,7 @@ def pushed_weights(hub, path="model.safetensors"):
     return [files[path] for _, _, _, files in hub.commits if path in files]
 
 
+@pytest.mark.slow
 def test_a_late_upload_has_the_files_of_its_own_checkpoint(tmp_path, hub):
     """The first upload begins when the second checkpoint is there, as under load."""
     hub.open.clear()
@@ -111,6 +113,7 @@ def test_a_late_upload_has_the_files_of_its_own_checkpoint(tmp_path, hub):
     assert not (tmp_path / "_hub").exists()
 
 
+@pytest.mark.slow
 def test_the_last_checkpoint_is_pushed_though_another_is_under_way(tmp_path, hub):
     hub.open.clear()
     parts = {"callbacks": [At(None, hub.open.set)]}
@@ -120,6 +123,7 @@ def test_the_last_checkpoint_is_pushed_though_another_is_under_way(tmp_path, hub
     assert pushed_weights(hub) == [saved_weights(tmp_path, step) for step in (1, 3)]
 
 
+@pytest.mark.slow
 def test_a_push_that_fails_is_named_and_the_next_checkpoint_is_a_new_try(tmp_path, hub, recwarn):
     def fail_once(trainer):
         trainer.pushes._under_way[0].jobs[0].exception()  # it has ended
@@ -132,6 +136,7 @@ def test_a_push_that_fails_is_named_and_the_next_checkpoint_is_a_new_try(tmp_pat
     assert pushed_weights(hub) == [saved_weights(tmp_path, 2)]
 
 
+@pytest.mark.slow
 def test_the_last_push_is_tried_again_at_the_end(tmp_path, hub, recwarn):
     hub.fails = 1
     runs.trainer(tmp_path, max_steps=1, **PUSHED).train()
@@ -139,6 +144,7 @@ def test_the_last_push_is_tried_again_at_the_end(tmp_path, hub, recwarn):
     assert pushed_weights(hub) == [saved_weights(tmp_path, 1)]
 
 
+@pytest.mark.slow
 def test_a_hub_that_stays_away_costs_no_training(tmp_path, hub, recwarn):
     hub.refuses.add("model")
     trainer = runs.trainer(tmp_path, hub_always_push=True, **PUSHED)
@@ -148,6 +154,7 @@ def test_a_hub_that_stays_away_costs_no_training(tmp_path, hub, recwarn):
     assert "hf_secret" not in "".join(str(one.message) for one in recwarn)
 
 
+@pytest.mark.slow
 def test_an_earlier_failure_does_not_put_old_weights_in_the_place_of_new_ones(tmp_path, hub, recwarn):
     hub.fails = 1
     hub.open.clear()
@@ -157,6 +164,7 @@ def test_an_earlier_failure_does_not_put_old_weights_in_the_place_of_new_ones(tm
     assert pushed_weights(hub) == [saved_weights(tmp_path, 2)]
 
 
+@pytest.mark.slow
 def test_each_checkpoint_that_is_to_be_kept_arrives(tmp_path, hub, recwarn):
     hub.fails = 1  # the model of step 1: its folder comes with the next push, again
     hub.open.clear()
@@ -181,6 +189,7 @@ def test_the_model_is_in_the_output_folder_as_well(tmp_path, hub):
     assert (tmp_path / "tokenizer.json").exists() and (tmp_path / "training_args.bin").exists()
 
 
+@pytest.mark.slow
 def test_push_to_hub_at_the_end(tmp_path, hub):
     trainer = runs.trainer(tmp_path, "rloo", hub_model_id="me/late")
     trainer.train()
@@ -193,6 +202,7 @@ def test_push_to_hub_at_the_end(tmp_path, hub):
     assert about["tags"][:1] == ["sums"] and "rloo" in about["tags"] and about["datasets"] == ["me/sums"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "folders"), [("end", []), ("checkpoint", ["last-checkpoint"]), ("all_checkpoints", ["checkpoint-1"])]
 )
@@ -206,6 +216,7 @@ def test_hub_strategies(tmp_path, hub, strategy, folders):
         assert f"{folders[0]}/trainer_state.json" in [path for _, paths in files_of(hub) for path in paths]
 
 
+@pytest.mark.slow
 def test_completions_are_pushed_as_a_data_set(tmp_path, hub):
     old = tmp_path / "completions"
     old.mkdir()
@@ -220,6 +231,7 @@ def test_completions_are_pushed_as_a_data_set(tmp_path, hub):
     assert {"prompt", "completion", "longer"} <= set(pq.read_table(io.BytesIO(content)).column_names)
 
 
+@pytest.mark.slow
 def test_a_hub_that_fails_costs_no_training(tmp_path, hub):
     trainer = runs.trainer(tmp_path, log_completions_hub_repo="me/said")
     hub.refuses.add("dataset")
@@ -228,6 +240,7 @@ def test_a_hub_that_fails_costs_no_training(tmp_path, hub):
     assert trainer.state.global_step == 2
 
 
+@pytest.mark.slow
 def test_a_resumed_run_pushes_what_had_not_been(tmp_path, hub):
     settings = {"log_completions_hub_repo": "me/said", "save_strategy": "steps", "save_steps": 1}
     hub.refuses.add("dataset")

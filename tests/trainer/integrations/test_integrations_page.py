@@ -3,11 +3,14 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.support import runs, tiny
 
 PAGE = Path(__file__).parents[3] / "docs" / "integrations.md"
 
 
+@pytest.mark.slow
 def test_a_reward_without_weight_measures(tmp_path):
     block = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)[-1]
     names = {}

@@ -42,6 +42,7 @@ class Interrupts(TrainerCallback):
             os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.mark.slow
 def test_pages_are_written_at_saves_and_ctrl_c_says_how_to_continue(tmp_path, capfd, monkeypatch):
     monkeypatch.delenv("COVEY_COMMAND", raising=False)
     callbacks = [Interrupts(tmp_path)]

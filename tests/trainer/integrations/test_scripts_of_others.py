@@ -70,6 +70,7 @@ class Target(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
 
+@pytest.mark.slow
 def test_a_callback_samples_from_the_model_and_changes_nothing(tmp_path):
     plain, samples = runs.trainer(tmp_path / "plain"), Samples()
     sampled = runs.trainer(tmp_path / "sampled", parts={"callbacks": [samples]})
@@ -97,6 +98,7 @@ def test_a_callback_averages_the_weights(tmp_path):
         assert torch.allclose(weight, start / 4 + one / 4 + two / 2)  # decay 1/2, two steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("reward", "steps"), [(0.0, 1), (1000.0, 3)])
 def test_a_callback_ends_a_run_that_is_good_enough(tmp_path, reward, steps):
     evaluated = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4, "save_strategy": "steps"}

@@ -16,6 +16,7 @@ def lora():
     return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
 
+@pytest.mark.slow
 def test_embeddings_that_are_trained_as_a_whole_stay_tied_to_the_head(tmp_path):
     adapter = lora()
     adapter.modules_to_save, adapter.ensure_weight_tying = ["embed_tokens"], True
@@ -25,6 +26,7 @@ def test_embeddings_that_are_trained_as_a_whole_stay_tied_to_the_head(tmp_path):
     assert ratios == [pytest.approx([1.0, 1.0], abs=1e-4)] * 2  # the engine samples from what is trained
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "checkpointing"), [("grpo", True), ("rloo", False)])
 def test_only_the_adapter_moves(tmp_path, method, checkpointing):
     trained = runs.trainer(
@@ -38,6 +40,7 @@ def test_only_the_adapter_moves(tmp_path, method, checkpointing):
     assert kl[0] == pytest.approx(0.0, abs=1e-6) and abs(kl[-1]) > 0
 
 
+@pytest.mark.slow
 def test_a_peft_model_is_trained_as_it_is(tmp_path):
     model = peft.get_peft_model(tiny.model(), lora())
     trained = runs.trainer(tmp_path, parts={"model": model})
@@ -174,6 +177,7 @@ def with_a_trained_adapter():
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["grpo", "rloo"])
 def test_the_reference_of_a_trained_adapter_is_that_adapter(tmp_path, method):
     trained = runs.trainer(tmp_path, method, parts={"model": with_a_trained_adapter()}, beta=0.1, max_steps=3)
@@ -203,6 +207,7 @@ def test_resuming_an_adapter_is_exact_and_keeps_its_reference(tmp_path):
     assert runs.history(straight, "kl")[-2:] == runs.history(resumed, "kl")[-2:]
 
 
+@pytest.mark.slow
 def test_a_new_adapter_costs_no_reference(tmp_path):
     trained = runs.trainer(tmp_path, parts={"peft_config": lora()}, beta=0.1)
     trained.train()

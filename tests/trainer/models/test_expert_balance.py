@@ -50,6 +50,7 @@ def reference(tmp_path_factory):
     return trainer, gradients, seen[0]
 
 
+@pytest.mark.slow
 def test_the_step_has_the_loss_of_all_its_tokens(reference):
     trainer, gradients, batch = reference
     assert isinstance(batch, TrainBatch) and len(batch) == 8  # rollouts without advantage are not left out
@@ -83,6 +84,7 @@ def test_how_a_step_is_cut_changes_nothing(tmp_path, reference, changes):
     assert runs.history(trainer, "aux_loss") == pytest.approx(runs.history(reference[0], "aux_loss"), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_micro_batch_that_runs_out_of_memory_has_the_same_gradient(tmp_path, reference):
     def fail_once(trainer):
         compute, left = trainer.compute_loss, [True]
@@ -101,6 +103,7 @@ def test_a_micro_batch_that_runs_out_of_memory_has_the_same_gradient(tmp_path, r
     assert all((a - b).abs().max() <= 1e-5 * scale for a, b in zip(gradients, reference[1], strict=True))
 
 
+@pytest.mark.slow
 def test_the_loss_is_over_all_rollout_batches_of_a_step(tmp_path):
     losses = []
 
@@ -119,6 +122,7 @@ def test_the_loss_is_over_all_rollout_batches_of_a_step(tmp_path):
     assert runs.history(trainer, "aux_loss") == pytest.approx(losses, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("asks", "given", "coef"), [(False, None, 0.001), (True, None, 0.001), (True, 0.0, 0.0), (False, 0.2, 0.2)]
 )

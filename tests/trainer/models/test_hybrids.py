@@ -23,6 +23,7 @@ def test_a_hybrid_trains_on_what_it_samples(tmp_path, name):
     assert any("embed" in key for key in moved) and len(moved) > len(before) / 2
 
 
+@pytest.mark.slow
 def test_a_hybrid_trains_with_an_adapter(tmp_path):
     peft = pytest.importorskip("peft")
     adapter = peft.LoraConfig(r=2, target_modules=["q_proj", "in_proj"], task_type="CAUSAL_LM")

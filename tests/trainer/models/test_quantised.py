@@ -209,6 +209,7 @@ def one_process():
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_weights_sharded_by_fsdp2_are_sent_and_sampled_whole(folder, one_process):
     from torch.distributed.fsdp import fully_shard
 

@@ -65,6 +65,7 @@ def assert_routes_are_the_engines(trainer, batch):
     assert not differing(batch.routes, own).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mixtures.SETTINGS)
 def test_no_route_differs_with_r3(tmp_path, name):
     with warnings.catch_warnings(action="ignore"):
@@ -76,6 +77,7 @@ def test_no_route_differs_with_r3(tmp_path, name):
     assert all(batch.routes is not None for batch in found)
 
 
+@pytest.mark.slow
 def test_an_engine_with_other_routers_is_replayed(tmp_path):
     settings = {"engine_parity": "warn", "learning_rate": 1e-5}
     with warnings.catch_warnings(action="ignore"):
@@ -91,6 +93,7 @@ def test_an_engine_with_other_routers_is_replayed(tmp_path):
         assert_routes_are_the_engines(replaying, batch)
 
 
+@pytest.mark.slow
 def test_r2_replays_what_the_old_policy_chose(tmp_path):
     with warnings.catch_warnings(action="ignore"):
         trainer = make(tmp_path, "R2", learning_rate=3e-2, **OFF_POLICY)
@@ -118,6 +121,7 @@ def test_r2_in_an_on_policy_run_is_pointed_out():
         runs.config("/tmp/x", routing_replay="R2")
 
 
+@pytest.mark.slow
 def test_gradients_do_not_depend_on_the_cut(tmp_path):
     gradients = []
     cuts = (
@@ -176,6 +180,7 @@ def test_it_goes_with_other_settings(tmp_path, replay, settings):
         assert runs.history(trainer, "routing/replaced")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replay", ["R2", "R3"])
 def test_resuming_in_the_middle_of_a_rollout_batch_is_exact(tmp_path, replay):
     with warnings.catch_warnings(action="ignore"):
@@ -185,6 +190,7 @@ def test_resuming_in_the_middle_of_a_rollout_batch_is_exact(tmp_path, replay):
     assert all(torch.equal(a, b) for a, b in zip(runs.weights(straight), runs.weights(resumed), strict=True))
 
 
+@pytest.mark.slow
 def test_a_replay_of_the_record_has_the_same_routes(tmp_path):
     settings = {"engine_parity": "off", "max_steps": 2}
     with warnings.catch_warnings(action="ignore"):
@@ -199,6 +205,7 @@ def test_a_replay_of_the_record_has_the_same_routes(tmp_path):
     assert "routes" not in read_rows(files(tmp_path / "a" / "record")[0], of_tokens=False)[0]
 
 
+@pytest.mark.slow
 def test_rollouts_sampled_ahead_keep_their_routes(tmp_path):
     settings = {"max_staleness": 1, "engine_parity": "off", "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     with warnings.catch_warnings(action="ignore"):

@@ -152,6 +152,7 @@ def test_a_lasting_fault_ends_the_run_which_can_be_resumed(scene, fault, undistu
     assert same(weights(resumed.model), undisturbed[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [f for f in FAULTS if f.outcome == WARNS], ids=named)
 def test_what_may_be_meant_is_a_warning(scene, fault, undisturbed):
     with warnings.catch_warnings(record=True) as caught:

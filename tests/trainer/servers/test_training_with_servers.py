@@ -58,6 +58,7 @@ def test_training_samples_from_the_weights_of_the_moment(tmp_path, servers, meth
     assert runs.history(trained, "sync/bytes")[0] == sum(4 * parameter.numel() for parameter in held.values())
 
 
+@pytest.mark.slow
 def test_after_training_the_server_holds_the_last_weights(tmp_path, servers):
     server = servers()
     made = trainer(tmp_path, server)
@@ -70,6 +71,7 @@ def test_after_training_the_server_holds_the_last_weights(tmp_path, servers):
         made.collector.engine.close()
 
 
+@pytest.mark.slow
 def test_a_run_sends_what_changed_and_logs_how_much(tmp_path, servers):
     """At learning rate 0 nothing changes, and the one bucket of an update is its least 16 bytes."""
     server = servers(buckets=True)
@@ -130,6 +132,7 @@ def test_servers_of_a_file_join_and_leave_a_run(tmp_path, servers):
         assert torch.equal(parameter, dict(made.policy.named_parameters())[name]), name
 
 
+@pytest.mark.slow
 def test_a_server_with_another_vocabulary_does_not_join_a_run(tmp_path, servers):
     """It is listed after step 1; the run warns of it and continues with its own server."""
     one, other = servers(buckets=True), servers(buckets=True, model=tiny.model(vocab_size=80))
@@ -190,6 +193,7 @@ def test_a_server_restarted_mid_run_is_sent_the_weights(tmp_path, servers):
     assert made.state.global_step == 6
 
 
+@pytest.mark.slow
 def test_evaluation_samples_from_the_servers_too(tmp_path, servers):
     server = servers()
     made = trainer(tmp_path, server)

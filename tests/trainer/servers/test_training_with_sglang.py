@@ -73,6 +73,7 @@ def test_an_adapter_is_trained_and_sent_alone(server, train):
     assert paths.count("/load_lora_adapter_from_tensors") == 4 and "/update_weights_from_disk" not in paths
 
 
+@pytest.mark.slow
 def test_stale_weights_are_found_out_at_the_start(server, train, monkeypatch):
     """The server says that it has taken the weights, and has not."""
     running = server()
@@ -101,6 +102,7 @@ def installed(tmp_path, monkeypatch):
     return start
 
 
+@pytest.mark.slow
 def test_a_server_is_started_trained_with_and_ended(installed, train):
     config = LoraConfig(r=4, target_modules=["q_proj"])
     trainer = train(

@@ -64,6 +64,7 @@ def collected(made):
     return kept
 
 
+@pytest.mark.slow
 def test_a_function_gets_images_and_is_scored_with_them(tmp_path):
     """The prompts show the rows' pictures; the engine, which sees them, and the scorer agree."""
     seen = []
@@ -106,6 +107,7 @@ def in_two_turns(prompts, trainer):
     return {**returned, "logprobs": None}
 
 
+@pytest.mark.slow
 def test_images_that_a_function_returns_are_trained_with(tmp_path):
     made = trainer(
         tmp_path,
@@ -158,6 +160,7 @@ class Maze:
         return ["So:", {"type": "image", "image": self.canvas}], float(len(text)), self.turn == 2, {}
 
 
+@pytest.mark.slow
 def test_what_environments_show_is_seen_in_later_turns(tmp_path):
     """Each picture is the one that was shown then, and no token of it is trained on."""
     rows = [{"prompt": [{"role": "user", "content": f"{number}"}]} for number in range(4)]
@@ -226,6 +229,7 @@ async def two_pictures(row, base_url, api_key):
             assert status == 400 and reason in body["error"]["message"], body
 
 
+@pytest.mark.slow
 def test_programs_send_images_in_each_api(tmp_path):
     rows = [{"prompt": None, "api": api} for api in (*PARTS, "chat")]
     model, processor = tiny_vision.make("gemma3")

@@ -62,6 +62,7 @@ def test_samples_are_scored_as_they_were_sampled(family):
         assert made[0, ids.shape[1] :].tolist() == greedy.token_ids
 
 
+@pytest.mark.slow
 def test_pictures_that_tools_return_are_seen(tmp_path):
     """The image is in the conversation, in its tokens and in what is trained on."""
     seen = []
@@ -93,6 +94,7 @@ def test_pictures_that_tools_return_are_seen(tmp_path):
         assert not any(rollout.sampled[last.start - len(rollout.prompt_ids) :][: last.length])
 
 
+@pytest.mark.slow
 def test_reward_functions_get_prompts_whose_parts_hold_the_images(tmp_path):
     seen = {}
 
@@ -163,6 +165,7 @@ def test_checkpoints_hold_the_processor_and_resume_exactly(tmp_path):
     assert AutoModelForImageTextToText.from_pretrained(folder).config.model_type == GEMMA
 
 
+@pytest.mark.slow
 def test_evaluation_sees_images(tmp_path):
     made = trainer(tmp_path, parts={"eval_dataset": ROWS})
     assert made.evaluate()["eval_reward"] >= 0
