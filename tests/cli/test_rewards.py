@@ -127,6 +127,7 @@ def test_each_fault_is_found(examined, name, wrong):
     assert status == 1 and verdicts[wrong] == "WRONG"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "noted"),
     [

@@ -101,6 +101,7 @@ def test_a_gold_answer_with_a_line_break_is_found():
     assert found is not None and found.code == "reward-unreachable" and "'7'" in found.proof
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in faults.FAST else pytest.mark.slow) for name in faults.QUICK]
 )

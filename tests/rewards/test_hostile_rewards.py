@@ -89,6 +89,7 @@ def suites():
         suite.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"), [("segfaults", "failures"), pytest.param("loops", "timeouts", marks=pytest.mark.slow)]
 )

@@ -313,6 +313,7 @@ def interrupted(tmp_path, place, number, times, script=SCRIPT):
         one.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "number", "times"),
     [

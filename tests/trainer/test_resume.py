@@ -79,6 +79,7 @@ def sometimes_equal(prompts, completion_ids, **kwargs):
     return [float(sum(ids) % 7 * (int(p[0]) % 2)) for p, ids in zip(prompts, completion_ids, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("method", ["grpo", pytest.param("rloo", marks=pytest.mark.slow)])
 def test_resuming_is_exact(tmp_path, method, variant):

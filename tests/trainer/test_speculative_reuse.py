@@ -61,6 +61,7 @@ def test_a_policy_that_hardly_changes_reuses_nearly_everything(tmp_path):
     assert min(shares[4:]) > 0.95
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("learning_rate", [1e-3, pytest.param(1e-2, marks=pytest.mark.slow)])
 def test_drafts_change_no_completion_and_no_weight(tmp_path, learning_rate):
     reusing, completions = watched(tmp_path / "a", learning_rate=learning_rate, max_completion_length=12)

@@ -60,6 +60,7 @@ def test_every_promised_metric_is_logged(tmp_path, method, changes):
     assert logged["num_tokens"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["grpo", pytest.param("rloo", marks=pytest.mark.slow)])
 def test_the_reward_rises(tmp_path, method):
     trained = runs.trainer(

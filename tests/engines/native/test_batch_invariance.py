@@ -104,6 +104,7 @@ def test_steps_of_the_model(name):
     assert_invariant(lambda: native(model), requests(n=2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int8", pytest.param("float8", marks=pytest.mark.slow), "bfloat16"])
 def test_rounded_weights_and_inputs(dtype):
     model = tiny.model()

@@ -11,6 +11,7 @@ from tests.engines.native.test_native_engine import configs
 CONFIGS = {config.model_type: config for config in configs() if config.model_type in ("qwen2", "qwen3", "gemma2")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["qwen3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2", "gemma2"))]
 )

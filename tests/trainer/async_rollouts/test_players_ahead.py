@@ -83,6 +83,7 @@ def test_two_runs_ahead_are_equal(tmp_path, player):
     same(first, second, "sampling/staleness/mean", exact=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("player", ONE_BY_DEFAULT)
 @pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_resuming_goes_on_as_if_nothing_had_happened(tmp_path, player, staleness):

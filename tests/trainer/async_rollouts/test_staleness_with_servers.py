@@ -8,6 +8,7 @@ from tests.support.servers.fake_vllm import FakeVllm
 pytestmark = pytest.mark.filterwarnings("ignore:.*was started with")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_servers_sample_while_the_policy_trains(tmp_path, staleness):
     server = FakeVllm(tiny.model(), token_delay=0.05).start()

@@ -43,6 +43,7 @@ def went_wrong(tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "what",
     [pytest.param(row, id=way, marks=() if way in ESSENTIAL else pytest.mark.slow) for row, way in WAYS.items()],

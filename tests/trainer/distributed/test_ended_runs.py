@@ -66,6 +66,7 @@ def run(tmp_path):
         one.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="looks for processes in /proc")
 @pytest.mark.parametrize("place", ["generation", pytest.param("weights", marks=pytest.mark.slow)])
 def test_an_interrupt_ends_run_and_server_within_seconds(run, tmp_path, place):

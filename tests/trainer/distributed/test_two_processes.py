@@ -222,6 +222,7 @@ def test_two_processes_equal_one_in_other_cases_too(one, tmp_path):
         assert_equal(one(case), found[case])
 
 
+@pytest.mark.slow
 def test_processes_take_the_layout_that_suits_all_of_them(two, tmp_path):
     alone = train(tmp_path, {**MICRO, "per_device_train_batch_size": 8, "method": "grpo"})
     assert (alone["layout"], two[PADDED]["layout"]) == ("shared_prefix", "padded")

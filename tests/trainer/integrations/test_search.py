@@ -51,6 +51,7 @@ def lengths(trial):
 GRID = {"max_completion_length": [2, 4, 6]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", [None, pytest.param("minimize", marks=pytest.mark.slow)])
 def test_trials_differ_by_their_settings_alone(tmp_path, direction):
     sampler = optuna.samplers.GridSampler(GRID)

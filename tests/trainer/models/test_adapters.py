@@ -107,6 +107,7 @@ QUICK = ("dora", "the head as a whole", "embeddings by LoRA", "experts")
 """Kinds of which no two change the same part of the model; the rest is slow."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 )
