@@ -174,10 +174,14 @@ def test_processes_get_equal_shares_of_what_one_would_select(processes):
         return [sent[rank] for sent in gather(rank, outgoing)]
 
     def work(rank):
-        made = chooser(algebra, rank, gather=partial(gather, rank), exchange=partial(exchange, rank))
         draws = [PromptSample({"prompt": str(p)}, p, s) for p, s in rank_share([0, 1, 2], 2, algebra, rank)]
-        results[rank] = go(made, draws, partial(scripted, {1, 3, 5}, []))
+        results[rank] = go(choosers[rank], draws, partial(scripted, {1, 3, 5}, []))
 
+    # made by one thread, as the state of processes that a config reads is not ready for others while it begins
+    choosers = [
+        chooser(algebra, rank, gather=partial(gather, rank), exchange=partial(exchange, rank))
+        for rank in range(processes)
+    ]
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(processes)]
     for thread in threads:
         thread.start()
