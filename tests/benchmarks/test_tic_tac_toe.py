@@ -3,7 +3,7 @@
 import pytest
 import torch
 from benchmarks.records import Records
-from benchmarks.tic_tac_toe import COMPARED, LETTERS, SEATS, VOCABULARY, judged, table, train
+from benchmarks.tic_tac_toe import COMPARED, LETTERS, SEATS, VOCABULARY, beginner, judged, table, train
 
 from benchmarks import tic_tac_toe
 
@@ -35,9 +35,16 @@ def test_an_optimal_player_never_loses_and_the_illegal_one_always_does():
 
 @pytest.mark.slow
 def test_a_short_run_is_judged_at_both_ends():
-    found = train("role", seed=0, steps=2, games=8)
+    found = train(beginner(0, rules=0), "role", seed=0, steps=2, games=8)
     assert all(len(curve) == 2 for curve in found.values()) and set(found) == {*SEATS, "illegal"}
     assert "| role |" in table({"role": [found]})
+
+
+@pytest.mark.slow
+def test_supervised_steps_teach_which_moves_are_legal():
+    """A random model loses nearly all games by an illegal move; after 200 steps fewer than half."""
+    before, after = (judged(beginner(0, rules), games=64, seed=0)["illegal"] for rules in (0, 200))
+    assert before > 0.8 and after < 0.5
 
 
 @pytest.mark.slow
@@ -46,8 +53,9 @@ def test_finished_runs_are_read_and_a_fall_is_counted(tmp_path, capsys):
     records = Records(tmp_path / "runs.jsonl")
     for compare in COMPARED:
         curves = {name: [-1.0, 0.5, 0.1 if compare == "group" else 0.5] for name in (*SEATS, "illegal")}
-        records.add(compare=compare, seed=0, steps=50, curves=curves)
-    given = ["--seeds", "1", "--steps", "50", "--records", str(records.path), "--plot", str(tmp_path / "it.png")]
+        records.add(compare=compare, seed=0, steps=50, rules=10, rate=3e-4, curves=curves)
+    sizes = ["--seeds", "1", "--steps", "50", "--rules", "10"]
+    given = [*sizes, "--records", str(records.path), "--plot", str(tmp_path / "it.png")]
     tic_tac_toe.main(given)
     said = capsys.readouterr().out
     assert "group: 1 of 1 runs fall by more than 0.2; the largest fall is 0.40" in said
