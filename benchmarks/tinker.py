@@ -2,6 +2,7 @@
 
     python -m benchmarks.tinker --part recipe --seeds 1 2 3      # the cookbook's arithmetic recipe, unmodified
     python -m benchmarks.tinker --part grpo --seeds 1 2 3        # the same task and settings with GRPOTrainer
+    python -m benchmarks.tinker --part grpo --steps 6            # the first steps, of which each is compared
     python -m benchmarks.tinker --part clients                   # tokens per second of 1, 2, 4 and 8 clients at once
     python -m benchmarks.tinker --part wire                      # a datum and a sample, through the client and not
     python -m benchmarks.tinker --part datums                    # forward_backward against Covey's own micro-batches
@@ -9,7 +10,9 @@
 The recipe asks for sums of two numbers from 0 to 100, with an example before them, in at most 5 tokens. Its prompts
 depend on the number of the step alone, so that all runs of both ways get the same 24 times 8 sums, which do not repeat;
 seeds are those of the adapters and samples. *Before* are the samples of the first six steps and *after* those of the
-last six, 48 sums with `--group-size` samples each, with 95% intervals over sums. `make test-tinker` makes the
+last six, 48 sums with `--group-size` samples each, with 95% intervals over sums. Few of the first samples are right,
+but a part of the reward is paid for ending in time, which all seeds learn in the first steps: `first_steps` compares
+the two ways by it and by the tokens of a sample. `make test-tinker` makes the
 environment of the client. Results are appended to `benchmarks/tinker.jsonl`; what is there is not measured again.
 """
 
@@ -26,8 +29,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from benchmarks.claims.statistic import crossed
 from benchmarks.machine import describe, model_path
 from benchmarks.records import Records
 from covey.core.estimates import interval_of_mean, interval_of_share
@@ -43,8 +48,12 @@ ALPHA = 32  # scale of an adapter times its rank, as the server has it
 # ---- learning --------------------------------------------------------------------------------------------------------
 
 
-def recipe(model: str, python: str, seed: int, group: int, folder: Path) -> dict[str, Any]:
-    """Run the cookbook's recipe with a server of its own; the share of right samples for each sum of each step."""
+def recipe(model: str, python: str, seed: int, group: int, steps: int, folder: Path) -> dict[str, Any]:
+    """Run the cookbook's recipe with a server of its own.
+
+    Returns the share of right samples for each sum of each step, and for each step the share of samples that end in
+    time and their mean number of tokens.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     flags = {
         "env": "arithmetic",
@@ -55,7 +64,7 @@ def recipe(model: str, python: str, seed: int, group: int, folder: Path) -> dict
         "group_size": group,
         "learning_rate": RATE,
         "lora_rank": RANK,
-        "max_steps": STEPS,
+        "max_steps": steps,
         "seed": seed,
         "log_path": folder.resolve() / "log",
         "behavior_if_log_dir_exists": "delete",
@@ -68,25 +77,37 @@ def recipe(model: str, python: str, seed: int, group: int, folder: Path) -> dict
     with (folder / "output").open("w") as output:
         subprocess.run([*server, "--", *without, *program], check=True, stdout=output, stderr=subprocess.STDOUT)
     seconds = time.perf_counter() - began
-    found = [_shares_of(folder / "log", step) for step in range(STEPS)]
+    samples = [_samples_of(folder / "log", step) for step in range(steps)]
     metrics = [json.loads(line) for line in (folder / "log/metrics.jsonl").read_text().splitlines()]
     differences = [one["optim/kl_sample_train_v1"] for one in metrics if "optim/kl_sample_train_v1" in one]
     return {
-        "shares": found,
+        **_by_step(samples, group),
         "seconds": round(seconds, 1),
         "processor_seconds": round(_processor_seconds() - used, 1),
         "kl_sample_train": max(map(abs, differences)),
     }
 
 
-def _shares_of(log: Path, step: int) -> list[float]:
-    """Share of right samples for each sum of a step, from the summaries that the recipe writes."""
+Sample = tuple[float, float, int]
+"""Whether it is right, whether it ends in time, and its number of tokens."""
+
+
+def _samples_of(log: Path, step: int) -> list[Sample]:
+    """Samples of a step, sum by sum, from the summaries that the recipe writes."""
     (file,) = log.glob(f"**/iteration_{step:06d}/train_rollout_summaries.jsonl")
-    right: dict[int, list[float]] = {}
-    for line in file.read_text().splitlines():
-        rollout = json.loads(line)
-        right.setdefault(rollout["group_idx"], []).append(rollout["steps"][-1]["metrics"]["correct"])
-    return [statistics.fmean(right[group]) for group in sorted(right)]
+    rollouts = sorted(map(json.loads, file.read_text().splitlines()), key=lambda rollout: rollout["group_idx"])
+    last = [rollout["steps"][-1] for rollout in rollouts]
+    return [(one["metrics"]["correct"], one["metrics"]["format"], one["ac_len"]) for one in last]
+
+
+def _by_step(steps: Sequence[Sequence[Sample]], group: int) -> dict[str, Any]:
+    """Right samples for each sum of each step; samples that end, and tokens, for each step."""
+    right = [[one[0] for one in samples] for samples in steps]
+    return {
+        "shares": [[statistics.fmean(one[at : at + group]) for at in range(0, len(one), group)] for one in right],
+        "ended": [round(statistics.fmean(one[1] for one in samples), 4) for samples in steps],
+        "tokens": [round(statistics.fmean(one[2] for one in samples), 4) for samples in steps],
+    }
 
 
 def _processor_seconds() -> float:
@@ -97,8 +118,6 @@ def _processor_seconds() -> float:
 
 def sums_of(step: int) -> list[tuple[int, int]]:
     """The sums that the recipe asks for in a step."""
-    import numpy as np
-
     chance = np.random.RandomState(step)
     return [(int(chance.randint(0, 101)), int(chance.randint(0, 101))) for _ in range(PROMPTS)]
 
@@ -109,7 +128,7 @@ def prompt_of(terms: tuple[int, int]) -> str:
     return "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns) + "<|im_start|>assistant\n"
 
 
-def grpo(model: str, seed: int, group: int, folder: Path) -> dict[str, Any]:
+def grpo(model: str, seed: int, group: int, steps: int, folder: Path) -> dict[str, Any]:
     """The same task with GRPOTrainer: the same prompts in the same order, rewards, adapter, loss and optimizer."""
     import re
 
@@ -120,24 +139,22 @@ def grpo(model: str, seed: int, group: int, folder: Path) -> dict[str, Any]:
     from covey import GRPOConfig, GRPOTrainer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    shares: list[list[float]] = []
+    samples: list[list[Sample]] = []
 
     def reward(completion_ids: list[list[int]], answer: list[int], **_: Any) -> list[float]:
-        rewards, right = [], []
+        samples.append([])
         for ids, wanted in zip(completion_ids, answer, strict=True):
             ended = ids[-1] == tokenizer.eos_token_id
             numbers = re.findall(r"-?\d+", tokenizer.decode(ids[:-1] if ended else ids).replace(",", ""))
-            right.append(float(bool(numbers) and int(numbers[-1]) == wanted))
-            rewards.append(0.1 * (ended - 1) + right[-1])
-        shares.append([statistics.fmean(right[at : at + group]) for at in range(0, len(right), group)])
-        return rewards
+            samples[-1].append((float(bool(numbers) and int(numbers[-1]) == wanted), float(ended), len(ids)))
+        return [0.1 * (ended - 1) + right for right, ended, _ in samples[-1]]
 
-    rows = [{"prompt": prompt_of(one), "answer": sum(one)} for step in range(STEPS) for one in sums_of(step)]
+    rows = [{"prompt": prompt_of(one), "answer": sum(one)} for step in range(steps) for one in sums_of(step)]
     layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
     args = GRPOConfig(
         output_dir=str(folder),
         seed=seed,
-        max_steps=STEPS,
+        max_steps=steps,
         per_device_train_batch_size=PROMPTS * group,
         num_generations=group,
         max_completion_length=MAX_TOKENS,
@@ -168,7 +185,7 @@ def grpo(model: str, seed: int, group: int, folder: Path) -> dict[str, Any]:
     )
     trainer.train()
     return {
-        "shares": shares,
+        **_by_step(samples, group),
         "seconds": round(time.perf_counter() - began, 1),
         "processor_seconds": round(_processor_seconds() - used, 1),
     }
@@ -178,7 +195,7 @@ def before_and_after(records: Records, group: int) -> str:
     """Markdown: shares of right samples in the first and the last steps, of each seed and way."""
     lines = ["| | seed | before | after | minutes | processor minutes |", "|---|---|---|---|---|---|"]
     for part, name in WAYS.items():
-        for run in sorted(records.find(part=part, group=group), key=lambda run: run["seed"]):
+        for run in sorted(records.find(part=part, group=group, steps=STEPS), key=lambda run: run["seed"]):
             cells = [
                 name,
                 str(run["seed"]),
@@ -192,7 +209,7 @@ def before_and_after(records: Records, group: int) -> str:
 def curves(records: Records, group: int) -> str:
     """Markdown: the same by six steps over all seeds, and the difference of the two ways, which get the same sums."""
     lines = ["| steps | " + " | ".join(WAYS.values()) + " | difference |", "|---|---|---|---|"]
-    runs = {part: [run["shares"] for run in records.find(part=part, group=group)] for part in WAYS}
+    runs = {part: [run["shares"] for run in records.find(part=part, group=group, steps=STEPS)] for part in WAYS}
     if not all(runs.values()):
         return ""
     for first in range(0, STEPS, WINDOW):
@@ -210,6 +227,25 @@ def curves(records: Records, group: int) -> str:
         cells += [_share([values], group * len(runs[part])) for part, values in by_sum.items()]
         cells.append(f"{100 * statistics.fmean(differences):+.1f} ({100 * low:+.1f} to {100 * high:+.1f})")
         lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def first_steps(records: Records, group: int, count: int = 6) -> str:
+    """Markdown: samples that end in time, and tokens of a sample, in each of the first steps: means over seeds.
+
+    Intervals of the differences are Student's t over seeds.
+    """
+    lines = ["| step | | " + " | ".join(WAYS.values()) + " | difference |", "|---|---|---|---|---|"]
+    runs = {part: {run["seed"]: run for run in records.find(part=part, group=group) if "ended" in run} for part in WAYS}
+    seeds = sorted(set.intersection(*map(set, runs.values())))
+    if len(seeds) < 2:
+        return ""
+    for step in range(count):
+        for name, unit in (("ended", "ends in time"), ("tokens", "tokens")):
+            served, own = (np.array([found[seed][name][step] for seed in seeds]) for found in runs.values())
+            gap = crossed((served - own)[:, None])
+            cells = [str(step + 1), unit, f"{served.mean():.2f}", f"{own.mean():.2f}"]
+            lines.append(f"| {' | '.join([*cells, f'{gap.mean:+.2f} ({gap.low:+.2f} to {gap.high:+.2f})'])} |")
     return "\n".join(lines)
 
 
@@ -466,6 +502,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=("recipe", "grpo", "clients", "wire", "datums"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--steps", type=int, default=STEPS, help="of recipe and grpo")
     parser.add_argument("--group-size", type=int, default=16, help="samples of a sum, in recipe and grpo")
     parser.add_argument("--model", help="model folder; SmolLM2-135M-Instruct unless given")
     parser.add_argument("--python", default=str(ROOT / ".venv-tinker-newest/bin/python"), help="has the client")
@@ -477,15 +514,16 @@ def main() -> None:
     model, records, group = model_path(given.model), Records(given.records), given.group_size
     if given.part in ("recipe", "grpo"):
         for seed in given.seeds:
-            if records.find(part=given.part, group=group, seed=seed):
+            key = {"part": given.part, "group": group, "steps": given.steps, "seed": seed}
+            if records.find(**key):
                 continue
             folder = given.output / f"{given.part}-{group}-{seed}"
             if given.part == "recipe":
-                found = recipe(model, given.python, seed, group, folder)
+                found = recipe(model, given.python, seed, group, given.steps, folder)
             else:
-                found = grpo(model, seed, group, folder)
-            records.add(part=given.part, group=group, seed=seed, **found, machine=describe(torch.get_num_threads()))
-        print(before_and_after(records, group), curves(records, group), sep="\n\n")
+                found = grpo(model, seed, group, given.steps, folder)
+            records.add(**key, **found, machine=describe(torch.get_num_threads()))
+        print(*(table(records, group) for table in (before_and_after, curves, first_steps)), sep="\n\n")
     elif given.part is not None:
         if given.part == "clients":
             found = clients(model, given.python, given.output)
