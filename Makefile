@@ -56,7 +56,7 @@ lint: .venv/dev.done
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# The quick tests, a few thousand that take less than half a second each. Four workers for two cores, as tests also wait;
+# The quick tests, ten thousand that take less than half a second each. Four workers for two cores, as tests also wait;
 # one thread each, because tiny models run fastest so and threads that spin disturb.
 test: WORKERS = 4
 # Compiled modules are kept even where this variable is set: each worker would compile 350 test modules for itself.

@@ -230,8 +230,8 @@ def curves(records: Records, group: int) -> str:
     return "\n".join(lines)
 
 
-def first_steps(records: Records, group: int, count: int = 6) -> str:
-    """Markdown: samples that end in time, and tokens of a sample, in each of the first steps: means over seeds.
+def first_steps(records: Records, group: int) -> str:
+    """Markdown: samples that end in time, and tokens of a sample, in each step that all runs have: means over seeds.
 
     Intervals of the differences are Student's t over seeds.
     """
@@ -240,7 +240,7 @@ def first_steps(records: Records, group: int, count: int = 6) -> str:
     seeds = sorted(set.intersection(*map(set, runs.values())))
     if len(seeds) < 2:
         return ""
-    for step in range(count):
+    for step in range(min(len(found[seed]["ended"]) for found in runs.values() for seed in seeds)):
         for name, unit in (("ended", "ends in time"), ("tokens", "tokens")):
             served, own = (np.array([found[seed][name][step] for seed in seeds]) for found in runs.values())
             gap = crossed((served - own)[:, None])

@@ -65,9 +65,8 @@ class Seat:
 
 
 SeatFunction = Callable[[list[Message]], str | Awaitable[str]]  # the conversation so far -> the seat's turn
-Seats = Mapping[
-    str, Any
-]  # each a Seat, "frozen", "policy:n", a SeatFunction or a SeatEngine; a FunctionSeat if checked
+Seats = Mapping[str, Any]
+"""Each a Seat, "frozen", "policy:n", a SeatFunction (a FunctionSeat once it is checked) or a SeatEngine."""
 
 
 def past_steps(seat: Any) -> int | None:
@@ -78,7 +77,7 @@ def past_steps(seat: Any) -> int | None:
 
 @dataclass(eq=False)
 class FunctionSeat:
-    """A function as a seat. One that is not async is called on another thread, so that other games go on meanwhile.
+    """A function as a seat. One that is not async is called on another thread, so that other games continue.
 
     Its calls are made one after another, in the order in which games come to them, unless it is marked `threaded`.
     """
