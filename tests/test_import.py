@@ -1,6 +1,7 @@
 """`import covey` costs nothing, and promises only what is there."""
 
 import ast
+import functools
 import importlib
 import re
 import subprocess
@@ -80,6 +81,7 @@ def declared(requirements):
     return {re.split(r"[^A-Za-z0-9_.-]", one)[0].lower().replace("_", "-") for one in requirements}
 
 
+@functools.cache
 def third_party(path):
     """(imported where the module is, imported within functions or `try`), without the standard library and types."""
     found = set(), set()

@@ -2,8 +2,11 @@
 
 import ast
 import collections
+import functools
 import re
 from pathlib import Path
+
+from tests.support.sources import statements
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted([*(ROOT / "src").rglob("*.py"), *(ROOT / "examples").rglob("*.py")])
@@ -33,11 +36,13 @@ GLOSSARY = {
 """Private word -> the field's."""
 
 
-def documented(tree: ast.Module):
-    """Nodes with their docstrings."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node, ast.get_docstring(node) or ""
+@functools.cache
+def documented(path: Path) -> list[tuple[ast.AST, str]]:
+    """Modules, classes and functions of a file with their docstrings."""
+    tree = ast.parse(path.read_text())
+    kinds = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    nodes = [tree, *(node for node in statements(tree) if isinstance(node, kinds))]
+    return [(node, ast.get_docstring(node) or "") for node in nodes]
 
 
 def relative(path: Path) -> str:
@@ -47,11 +52,10 @@ def relative(path: Path) -> str:
 def test_docstrings_begin_with_a_noun_or_a_verb():
     riddles = []
     for path in (*SOURCES, *SUPPORT):
-        text = path.read_text()
-        for node, doc in documented(ast.parse(text)):
+        for node, doc in documented(path):
             if RIDDLE.match(doc):
                 riddles.append(f"{relative(path)}:{getattr(node, 'lineno', 1)}: {doc.splitlines()[0]}")
-        assert "Not here:" not in text, path
+        assert "Not here:" not in path.read_text(), path
     assert riddles == []
 
 
@@ -75,7 +79,7 @@ def test_private_words_are_found():
 def test_public_classes_have_names_of_their_own():
     homes = collections.defaultdict(set)
     for path in (ROOT / "src").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node, _ in documented(path):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes[node.name].add(relative(path))
     assert {name: sorted(paths) for name, paths in homes.items() if len(paths) > 1} == {}
