@@ -3,6 +3,7 @@
     python -m benchmarks.tinker --part recipe --seeds 1 2 3      # the cookbook's arithmetic recipe, unmodified
     python -m benchmarks.tinker --part grpo --seeds 1 2 3        # the same task and settings with GRPOTrainer
     python -m benchmarks.tinker --part grpo --steps 6            # the first steps, of which each is compared
+    python -m benchmarks.tinker --part replay --seeds 3          # GRPOTrainer with the random numbers of the recipe
     python -m benchmarks.tinker --part clients                   # tokens per second of 1, 2, 4 and 8 clients at once
     python -m benchmarks.tinker --part wire                      # a datum and a sample, through the client and not
     python -m benchmarks.tinker --part datums                    # forward_backward against Covey's own micro-batches
@@ -12,13 +13,17 @@ depend on the number of the step alone, so that all runs of both ways get the sa
 seeds are those of the adapters and samples. *Before* are the samples of the first six steps and *after* those of the
 last six, 48 sums with `--group-size` samples each, with 95% intervals over sums. Few of the first samples are right,
 but a part of the reward is paid for ending in time, which all seeds learn in the first steps: `first_steps` compares
-the two ways by it and by the tokens of a sample. `make test-tinker` makes the
-environment of the client. Results are appended to `benchmarks/tinker.jsonl`; what is there is not measured again.
+the two ways by it and by the tokens of a sample. A replay takes chance out: `GRPOTrainer` starts with the adapter that
+the server gives the recipe and draws with the same random numbers, so that both have the same curve, but for rounding.
+`make test-tinker` makes the environment of the client. Results are appended to `benchmarks/tinker.jsonl`; what is there
+is not measured again.
 """
 
 import argparse
 import asyncio
+import dataclasses
 import json
+import math
 import os
 import resource
 import statistics
@@ -128,8 +133,11 @@ def prompt_of(terms: tuple[int, int]) -> str:
     return "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns) + "<|im_start|>assistant\n"
 
 
-def grpo(model: str, seed: int, group: int, steps: int, folder: Path) -> dict[str, Any]:
-    """The same task with GRPOTrainer: the same prompts in the same order, rewards, adapter, loss and optimizer."""
+def grpo(model: str, seed: int, group: int, steps: int, folder: Path, replays: bool = False) -> dict[str, Any]:
+    """The same task with GRPOTrainer: the same prompts in the same order, rewards, adapter, loss and optimizer.
+
+    With `replays` also the same start and the same random numbers as the recipe with a server of this seed.
+    """
     import re
 
     from datasets import Dataset
@@ -183,12 +191,52 @@ def grpo(model: str, seed: int, group: int, steps: int, folder: Path) -> dict[st
         train_dataset=Dataset.from_list(rows),
         peft_config=LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=layers),
     )
+    if replays:
+        _start_as_the_recipe(trainer, model, seed)
+        _draw_as_the_recipe(trainer, seed, group, [tokenizer(row["prompt"])["input_ids"] for row in rows])
     trainer.train()
     return {
         **_by_step(samples, group),
         "seconds": round(time.perf_counter() - began, 1),
         "processor_seconds": round(_processor_seconds() - used, 1),
     }
+
+
+def _start_as_the_recipe(trainer: Any, model: str, seed: int) -> None:
+    """Set the adapter to the one that a server of this seed makes for its first training client."""
+    from transformers import AutoModelForCausalLM
+
+    from covey.tinker.adapter import Adapter, AdapterSpec
+    from covey.tinker.sampling import seed_of
+
+    base = AutoModelForCausalLM.from_pretrained(model)
+    start = Adapter.new(base, AdapterSpec(RANK, seed_of(seed, "adapter", 0))).saved()
+    trained = {name.replace(".default", ""): one for name, one in trainer.model.named_parameters() if one.requires_grad}
+    assert trained.keys() == start.keys(), "the same layers are trained"
+    with torch.no_grad():
+        for name, matrix in start.items():
+            trained[name].copy_(matrix)
+
+
+def _draw_as_the_recipe(trainer: Any, seed: int, group: int, prompts: Sequence[list[int]]) -> None:
+    """Draw with the seeds of a server for the recipe, which asks for one sample at a time, in the order of its sums.
+
+    Each of its steps has a sampler of its own, and each request a number; both begin with 0.
+    """
+    from covey.tinker.sampling import seed_of
+
+    engine, asked = trainer.collector.engine, 0
+    generate = engine.generate
+
+    async def with_seeds(request: Any) -> Any:
+        nonlocal asked
+        assert request.n == group and list(request.prompt_ids) == prompts[asked], "sums come in order"
+        step, number = divmod(asked, PROMPTS)
+        asked += 1
+        seeds = [seed_of(seed, step, number * group + one, 0) for one in range(group)]
+        return await generate(dataclasses.replace(request, seeds=seeds))
+
+    engine.generate = with_seeds
 
 
 def before_and_after(records: Records, group: int) -> str:
@@ -247,6 +295,22 @@ def first_steps(records: Records, group: int) -> str:
             cells = [str(step + 1), unit, f"{served.mean():.2f}", f"{own.mean():.2f}"]
             lines.append(f"| {' | '.join([*cells, f'{gap.mean:+.2f} ({gap.low:+.2f} to {gap.high:+.2f})'])} |")
     return "\n".join(lines)
+
+
+def same_random_numbers(records: Records, group: int) -> str:
+    """Markdown: the recipe and its replays; steps and sums that have the same number of right samples in both."""
+    lines = ["| seed | steps alike | sums alike | recipe, after | replay, after |", "|---|---|---|---|---|"]
+    for run in records.find(part="replay", group=group):
+        for served in records.find(part="recipe", group=group, seed=run["seed"], steps=run["steps"]):
+            steps = [
+                [math.isclose(own, other) for own, other in zip(*both, strict=True)]
+                for both in zip(run["shares"], served["shares"], strict=True)
+            ]
+            alike, sums = sum(map(all, steps)), [one for step in steps for one in step]
+            after = [_share(one["shares"][-WINDOW:], group) for one in (served, run)]
+            cells = [str(run["seed"]), f"{alike} of {len(steps)}", f"{sum(sums)} of {len(sums)}", *after]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) if len(lines) > 2 else ""
 
 
 def _share(steps: Sequence[Sequence[float]], draws: int) -> str:
@@ -500,10 +564,10 @@ def datums(model: str, folder: Path, rounds: int, groups: int) -> dict[str, Any]
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=("recipe", "grpo", "clients", "wire", "datums"))
+    parser.add_argument("--part", choices=("recipe", "grpo", "replay", "clients", "wire", "datums"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--steps", type=int, default=STEPS, help="of recipe and grpo")
-    parser.add_argument("--group-size", type=int, default=16, help="samples of a sum, in recipe and grpo")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of recipe, grpo and replay")
+    parser.add_argument("--group-size", type=int, default=16, help="samples of a sum, in these")
     parser.add_argument("--model", help="model folder; SmolLM2-135M-Instruct unless given")
     parser.add_argument("--python", default=str(ROOT / ".venv-tinker-newest/bin/python"), help="has the client")
     parser.add_argument("--rounds", type=int, default=5, help="of wire and datums")
@@ -512,7 +576,7 @@ def main() -> None:
     parser.add_argument("--records", type=Path, default=ROOT / "benchmarks/tinker.jsonl")
     given = parser.parse_args()
     model, records, group = model_path(given.model), Records(given.records), given.group_size
-    if given.part in ("recipe", "grpo"):
+    if given.part in ("recipe", "grpo", "replay"):
         for seed in given.seeds:
             key = {"part": given.part, "group": group, "steps": given.steps, "seed": seed}
             if records.find(**key):
@@ -521,9 +585,12 @@ def main() -> None:
             if given.part == "recipe":
                 found = recipe(model, given.python, seed, group, given.steps, folder)
             else:
-                found = grpo(model, seed, group, given.steps, folder)
+                found = grpo(model, seed, group, given.steps, folder, replays=given.part == "replay")
             records.add(**key, **found, machine=describe(torch.get_num_threads()))
-        print(*(table(records, group) for table in (before_and_after, curves, first_steps)), sep="\n\n")
+        print(
+            *(table(records, group) for table in (before_and_after, curves, first_steps, same_random_numbers)),
+            sep="\n\n",
+        )
     elif given.part is not None:
         if given.part == "clients":
             found = clients(model, given.python, given.output)
