@@ -513,6 +513,19 @@ def test_rollouts_of_a_failed_game_have_the_roles_that_its_episodes_were_begun_w
     assert ["the board fell" in (one.error or "") for one in found] == [False, False, True, True]
 
 
+def test_a_failed_rollout_has_the_role_that_its_episode_was_begun_with():
+    async def play(row, engine):
+        engine.begin("1", role="judge")
+        episode = engine.begin("2", role="first", game=3)
+        await episode.sample()
+        raise RuntimeError("the board fell")
+
+    made = collector(play, limits=True)
+    made.spec = replace(made.spec, seats=checked_seats({"judge": lambda messages: "7"}, 9.0))
+    found = collect(made, draws(1, 2))
+    assert [(one.role, one.game, len(one.completion_ids)) for one in found] == [("first", 3, 4)] * 2
+
+
 def test_a_failed_call_that_plays_several_games_keeps_their_numbers():
     async def play(row, engine, n):
         for game in range(2):

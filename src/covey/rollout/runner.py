@@ -182,8 +182,9 @@ class GroupRunner:
 
     async def _failed(self, sample: PromptSample, error: str, role: str, episode: Episode | None) -> Rollout:
         """The failed rollout of a role, "" for none, with its tokens up to the failure if they can be trained on."""
-        limits, row, alone = self.spec.limits, sample.row, not isinstance(self.spec.play, GroupFunction)
-        game = sample.sample if alone and role else 0  # of a table, where each of the role's rollouts is a game
+        limits, row, play = self.spec.limits, sample.row, self.spec.play
+        # Of a table, where each of the role's rollouts is a game.
+        game = sample.sample if isinstance(play, RolloutFunction) and play.declared else 0
 
         def salvage() -> Rollout:
             assert episode is not None
@@ -202,16 +203,15 @@ class GroupRunner:
 
 
 def _failed_roles(play: Any, seats: Seats, episodes: Sequence[Episode], n: int) -> list[str]:
-    """Roles of the n rollouts of a game that failed: those of the game, else those that its episodes were begun with.
+    """Roles of the n rollouts of a call that failed: those of the game, else those that its episodes were begun with.
 
     "" for a rollout whose role is not known.
     """
     declared = [*play.declared] if isinstance(play, RolloutFunction | GroupFunction) else []
     if len(declared) == 1:
         return declared * n
-    if not isinstance(play, GroupFunction):
-        return [""] * n
-    if len(trained := play.trained(seats) or declared) == n:
+    known = play.trained(seats) if isinstance(play, GroupFunction) else []
+    if len(trained := known or declared) == n:
         return trained
     named = [one.role for one in episodes if one.role not in ("", *seats)]
     return [*named[:n], *[""] * (n - len(named))]
