@@ -300,7 +300,7 @@ def first_steps(records: Records, group: int) -> str:
 def same_random_numbers(records: Records, group: int) -> str:
     """Markdown: the recipe and its replays; steps and sums that have the same number of right samples in both."""
     lines = ["| seed | steps alike | sums alike | recipe, after | replay, after |", "|---|---|---|---|---|"]
-    for run in records.find(part="replay", group=group):
+    for run in sorted(records.find(part="replay", group=group), key=lambda run: run["seed"]):
         for served in records.find(part="recipe", group=group, seed=run["seed"], steps=run["steps"]):
             steps = [
                 [math.isclose(own, other) for own, other in zip(*both, strict=True)]
