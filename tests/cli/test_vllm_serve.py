@@ -16,6 +16,7 @@ from covey.cli.main import main
 from covey.cli.serving import check_port
 from covey.cli.vllm_serve import VLLM, plan, runs_on_cpu
 from covey.runtime.hosts import is_local
+from tests.support.launching import free_port
 
 
 def parse(argv, environ):
@@ -231,9 +232,8 @@ def test_the_oldest_vllm_is_the_one_that_the_extra_asks_for():
 
 def test_a_taken_port_is_noticed_before_anything_is_loaded():
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
+        taken.bind(("127.0.0.1", port := free_port()))
         taken.listen()
-        port = taken.getsockname()[1]
         with pytest.raises(ValueError, match=rf"cannot listen on 127\.0\.0\.1:{port}: Address already in use"):
             check_port("127.0.0.1", port)
     check_port("127.0.0.1", port)
@@ -257,9 +257,7 @@ def test_it_becomes_the_server(tmp_path):
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
     paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen(
         [sys.executable, "-m", "covey.cli.main", "vllm-serve", "m", f"--port={port}", "--api-key=k", "--seed", "1"],
         env={**os.environ, "PYTHONPATH": paths},

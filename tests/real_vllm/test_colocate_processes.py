@@ -2,12 +2,13 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.launching import free_port
 
 pytest.importorskip("vllm.sampling_params")
 
@@ -18,9 +19,7 @@ HERE = Path(__file__).parent
 
 def logged(folder, size):
     """What two processes log that share each vLLM model `size` ways."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_addr", "127.0.0.1"]
     command = [
         sys.executable,

@@ -4,7 +4,6 @@ import http.client
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import numpy as np
 
 from covey.tinker.wire import ForwardBackward, request_of
 from tests.support import tinkering
+from tests.support.launching import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = ROOT / "tests/tinker/programs/server.py"
@@ -42,9 +42,7 @@ class Mortal:
 @contextmanager
 def mortal(model, folder, *durable):
     """A server of a model that can be killed, within the context."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
+    port = free_port()
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(SERVER), str(model), str(port), str(folder), *durable]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:

@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ import pytest
 from covey.tinker.build import serve
 from covey.tinker.server import TinkerServer, served
 from tests.support import tinkering
+from tests.support.launching import free_port
 from tests.support.tinker_wire import adapter_bytes, mortal
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,9 +141,7 @@ def test_failures_are_told_in_words(python, url):
 
 
 def test_a_server_that_is_killed_keeps_what_was_saved(python, tiny_folder, tmp_path):
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
+    port = free_port()
     words = ["--model", tiny_folder, "--as", "tiny", "--port", str(port), "--checkpoints", str(tmp_path / "states")]
     command = [sys.executable, "-m", "covey.cli.main", "tinker-serve", *words]
     url = f"http://127.0.0.1:{port}"

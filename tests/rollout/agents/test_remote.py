@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +14,7 @@ from covey.core.records import FinishReason
 from covey.rollout.agents import RemoteAgents, program
 from covey.rollout.environments.agent import REWARD, PlayedEnvironment
 from covey.rollout.user_functions import RolloutValidator
+from tests.support.launching import free_port
 from tests.support.playing import TOKENIZER, play, says
 
 KEY = "a key of the test"
@@ -22,9 +22,7 @@ KEY = "a key of the test"
 
 def played(agent, rows, seconds=20.0, runs=None):
     """Rollouts that `agent(post)` plays from a thread of its own, `post(path, key, **body)` in its hands."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     found = []
 
     async def work():
@@ -120,9 +118,7 @@ def test_a_session_ends_no_other():
 def test_the_runner_of_the_examples_serves_many_rollouts():
     """`examples/agents/run.py calculator --serve URL`: a process that plays whatever waits."""
     runner = Path(__file__).parents[3] / "examples" / "agents" / "run.py"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     rows = [{"prompt": [{"role": "user", "content": f"What is {i} plus 1?"}], "answer": 7} for i in range(6)]
     player = PlayedEnvironment(RemoteAgents(port, key=KEY), 60.0, RolloutValidator(len(TOKENIZER), None))
     command = [sys.executable, str(runner), "calculator", "--serve", f"http://127.0.0.1:{port}", "--at-once", "3"]
