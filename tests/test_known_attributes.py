@@ -12,7 +12,7 @@ from covey.trainer.rollout_reports import RewardLog
 from tests.support import known_attributes
 
 TESTS = Path(__file__).parent
-MAYBE_ASSIGNED = re.compile(r"\b[A-Z]\w*\.\w+[^\n=]*=(?!=)")  # the tree decides
+MAYBE_ASSIGNED = re.compile(r"\b[A-Z]\w*\.\w+[^\n=]*=(?!=)")  # files without a match need no parsing
 
 
 def test_an_unknown_attribute_of_an_object_is_refused():
@@ -50,7 +50,7 @@ def test_classes_are_changed_through_monkeypatch_alone():
 def assignments_to_imported(path: Path) -> list[str]:
     """Where a file assigns an attribute of something that it imported from Covey by a capitalised name."""
     text = path.read_text()
-    if not MAYBE_ASSIGNED.search(text):  # parsing all files takes seconds
+    if not MAYBE_ASSIGNED.search(text):
         return []
     tree = ast.parse(text)
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
